@@ -37,10 +37,12 @@ class Frozen:
     checkpoint, ZeRO partition or dtype cast ever sees them.
 
     embed_VD: input embedding. lm_head_VD: output projection (the same tensor where the target ties them).
+    norm_D: weight of the final RMSNorm, from which a head's output norm starts.
     """
 
     embed_VD: Tensor
     lm_head_VD: Tensor
+    norm_D: Tensor
 
 
 @dataclass
@@ -105,6 +107,9 @@ class DraftHead(nn.Module):
     def attach(self, frozen: Frozen) -> None:
         """Hands over the target's frozen parts, already on the head's device and in its compute dtype."""
         self.frozen = frozen
+
+    def start_from(self, frozen: Frozen) -> None:
+        """Called once at the start of a new run (not on resume): parameters that begin as copies of the target's."""
 
     def count(self, batch: Batch) -> Tensor:
         """Supervised positions per depth [K] int64, from the masks alone (no forward)."""

@@ -1,0 +1,123 @@
+"""Building blocks of draft heads, named as in Llama-family checkpoints so that export is mostly the identity.
+
+Shape suffixes: T tokens, D hidden, N query heads, M key/value heads, H head size, Q padded document length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.attention import Documents, KeyValues, causal_diagonal
+from heads.base import TargetSpec
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, statistics in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def _llama3(inv_freq: Tensor, s: dict[str, Any]) -> Tensor:
+    """Llama-3.1 frequency scaling (transformers `rope_type: llama3`)."""
+    low, high, old = s["low_freq_factor"], s["high_freq_factor"], s["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * inv_freq / s["factor"] + smooth * inv_freq
+
+
+def _yarn(inv_freq: Tensor, s: dict[str, Any], theta: float, size: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention logits."""
+    old, factor = s["original_max_position_embeddings"], s["factor"]
+
+    def dim(rotations: float) -> float:
+        return size * math.log(old / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dim(s.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(dim(s.get("beta_slow") or 1)), size - 1)
+    ramp = ((torch.arange(size // 2, dtype=torch.float32, device=inv_freq.device) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    scale = s.get("attention_factor") or 0.1 * math.log(factor) + 1.0
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), scale
+
+
+def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [*, H/2] float32 of rotary embedding at integer `positions`, for every scaling kind that Llama-like targets use."""
+    size, theta, s = spec.head_dim, spec.rope_theta, spec.rope_scaling or {}
+    inv_freq = theta ** -(torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+    kind, scale = s.get("rope_type", s.get("type", "default")), 1.0
+    if kind == "linear":
+        inv_freq = inv_freq / s["factor"]
+    elif kind == "llama3":
+        inv_freq = _llama3(inv_freq, s)
+    elif kind == "yarn":
+        inv_freq, scale = _yarn(inv_freq, s, theta, size)
+    elif kind != "default":
+        raise ValueError(f"rope scaling {kind!r} of the target is not supported (known: default, linear, llama3, yarn)")
+    angle = positions.float()[..., None] * inv_freq
+    return angle.cos() * scale, angle.sin() * scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout. x [S, N, Q, H]; cos, sin [Q, H/2]."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one draft layer over all depths: causal over depth 0, own chain beyond it."""
+
+    def __init__(self, spec: TargetSpec, input_size: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
+
+    def forward(self, x_T: Tensor, docs: Documents, cache: KeyValues) -> Tensor:
+        """x_T [T, input]; `cache` holds the keys and values of the earlier depths and receives this one's. Returns [T, D]."""
+        depth, size = len(cache.keys), self.spec.head_dim
+        cos, sin = rope_tables(self.spec, torch.arange(docs.longest, device=x_T.device) + depth)
+        q = rotate(docs.pad(self.q_proj(x_T).view(-1, self.spec.num_heads, size)), cos, sin)
+        cache.keys.append(rotate(docs.pad(self.k_proj(x_T).view(-1, self.spec.num_kv_heads, size)), cos, sin))
+        cache.values.append(docs.pad(self.v_proj(x_T).view(-1, self.spec.num_kv_heads, size)))
+        out = causal_diagonal(q, cache.keys, cache.values, size**-0.5)
+        return self.o_proj(docs.unpad(out).flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm decoder layer. `input_norm=False` leaves out the norm before attention, as EAGLE-1 does in its first layer."""
+
+    def __init__(self, spec: TargetSpec, input_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(spec, spec.hidden_size)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
+
+    def forward(self, x_TD: Tensor, docs: Documents, cache: KeyValues) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), docs, cache)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))

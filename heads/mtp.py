@@ -1,0 +1,91 @@
+"""A DeepSeek-style multi-token-prediction module for any Llama-like target (DeepSeek-V3 report, section 2.2; vLLM class `mimo_mtp`).
+
+    x = W_proj [RMS_h(h) ; RMS_e(E(x_{t+1}))];   y = RMS_out(Block(x));   logits = lm_head(y);   next state = y
+
+h is the target's last state after its final norm, at later depths the module's own y: one module, applied recursively.
+The norms are the *restored* ones: without them (`norms: false`: no input norms, no first norm of the block, no output norm) the
+module is the EAGLE-1 layer, and is exported and served as such, so that the effect of the norms can be measured in the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.attention import Documents, KeyValues
+from heads.base import Batch, Export, TargetSpec
+from heads.eagle3 import llama_config
+from heads.layers import Block, RMSNorm
+from heads.recurrent import RecurrentHead
+
+
+class MTP(RecurrentHead):
+    """depths: K recursions, each weighted depth_decay^k. norms: the restored RMSNorms. loss_chunk: label positions per chunk."""
+
+    needs_last = "all"
+
+    def __init__(
+        self, *, target: TargetSpec, depths: int = 3, depth_decay: float = 0.8, norms: bool = True, loss_chunk: int = 1024
+    ) -> None:
+        super().__init__(target=target, depths=depths, depth_decay=depth_decay, loss_chunk=loss_chunk)
+        size, eps = target.hidden_size, target.rms_norm_eps
+        self.norms = norms
+        self.token_layernorm = RMSNorm(size, eps) if norms else None
+        self.hidden_layernorm = RMSNorm(size, eps) if norms else None
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.block = Block(target, input_norm=norms)
+        self.final_layernorm = RMSNorm(size, eps) if norms else None
+
+    def start_from(self, frozen) -> None:
+        if self.final_layernorm is not None:
+            super().start_from(frozen)
+
+    def output_norm(self) -> nn.Module:
+        assert self.final_layernorm is not None
+        return self.final_layernorm
+
+    def caches(self) -> list[KeyValues]:
+        return [KeyValues()]
+
+    def first_state(self, batch: Batch) -> Tensor:
+        assert batch.last_TD is not None
+        return batch.last_TD
+
+    def step(self, state_TD: Tensor, embed_TD: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
+        if self.token_layernorm is None or self.hidden_layernorm is None or self.final_layernorm is None:
+            x = self.block(self.input_proj(torch.cat([embed_TD, state_TD], -1)), docs, caches[0])
+            return x, x
+        if not caches[0].keys:
+            # The engine feeds a zero embedding at position 0 (DeepSeek's convention, kept by vLLM's MiMo class).
+            embed_TD = embed_TD.masked_fill((docs.positions_T == 0)[:, None], 0)
+        x = self.input_proj(torch.cat([self.hidden_layernorm(state_TD), self.token_layernorm(embed_TD)], -1))
+        y = self.final_layernorm(self.block(x, docs, caches[0]))
+        return y, y
+
+    def export(self) -> Export:
+        """vLLM's MiMo MTP layout (embedding and lm_head come from the target), or without norms its EAGLE-1 layout."""
+        prefix = "model.mtp_layers.0." if self.norms else ""
+        block = prefix if self.norms else "layers.0."
+        proj = f"{prefix}input_proj.weight" if self.norms else "fc.weight"
+        names = {name: block + name[6:] if name.startswith("block.") else prefix + name for name in self.state_dict()}
+        names["input_proj.weight"] = proj
+        if not self.norms:
+            return Export(llama_config(self.target) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, names)
+        config = llama_config(self.target) | {
+            # Qwen2's config class loads everywhere; vLLM picks the module by architecture.
+            "model_type": "qwen2",
+            "architectures": ["MiMoForCausalLM"],
+            "num_hidden_layers": self.target.num_layers,
+            "num_nextn_predict_layers": 1,
+        }
+        heads = {"q": self.target.num_heads, "k": self.target.num_kv_heads, "v": self.target.num_kv_heads}
+        biases = {f"{prefix}self_attn.{x}_proj.bias": torch.zeros(n * self.target.head_dim) for x, n in heads.items()}
+        return Export(config, names, biases)  # the engine's block is Qwen2's, which has these biases
+
+    def serving(self, k: int) -> dict[str, Any]:
+        if not self.norms:
+            return {"method": "eagle", "num_speculative_tokens": k}
+        # vLLM sizes the module by the *target's* config, so the target must announce that it has one.
+        return {"method": "mtp", "num_speculative_tokens": k, "target_hf_overrides": {"num_nextn_predict_layers": 1}}

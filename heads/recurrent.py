@@ -1,0 +1,138 @@
+"""What EAGLE-3 and MTP share: a head that feeds its own output back, trained over K depths at once.
+
+At depth k, row t reads token x_{t+1+k} and the state of depth k-1 (at depth 0: the target's own state of position t), sits at
+position t + k, and predicts x_{t+2+k}. Training feeds the true tokens and the head's own states (EAGLE-3's training-time
+test, FastMTP's recursion); drafting feeds the drafted tokens. Attention sees the depth-0 keys of the document up to t and the
+row's own chain: the same keys that an engine holds, which re-runs accepted positions with the target's true states.
+
+Shape suffixes: T packed tokens, D hidden, U draft vocab, V vocab, K depths, R label positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from heads.attention import Documents, KeyValues
+from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec
+from heads.losses import Labels, chunked_kl, hits
+
+
+class RecurrentHead(DraftHead):
+    """Subclasses give `first_state` and `step`; this class gives depths, labels, loss, drafts and the draft vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        target: TargetSpec,
+        depths: int,
+        depth_decay: float,
+        loss_chunk: int,
+        draft_vocab_size: int | None = None,
+        train_lm_head: bool = False,
+    ) -> None:
+        super().__init__()
+        if depths < 1:
+            raise ValueError(f"head.depths must be at least 1, not {depths}")
+        self.target, self.depths, self.loss_chunk = target, depths, loss_chunk
+        self.depth_weights = tuple(depth_decay**k for k in range(depths))
+        reduced = draft_vocab_size is not None and draft_vocab_size < target.vocab_size
+        self.draft_vocab_size = draft_vocab_size if reduced else None
+        self.draft_ids_U: Tensor | None
+        self.register_buffer("draft_ids_U", torch.zeros(draft_vocab_size, dtype=torch.long) if reduced else None)  # type: ignore[arg-type]
+        size = draft_vocab_size if reduced else target.vocab_size
+        self.lm_head = nn.Linear(target.hidden_size, size, bias=False) if train_lm_head else None
+
+    def set_draft_vocab(self, ids_U: Tensor) -> None:
+        """Sets the target ids [U] (ascending, int64) that the head may draft. Before `attach`."""
+        assert self.draft_ids_U is not None and ids_U.shape == self.draft_ids_U.shape
+        self.draft_ids_U.copy_(ids_U)
+
+    def attach(self, frozen: Frozen) -> None:
+        super().attach(frozen)
+        self.teacher_UD = frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U]
+
+    @torch.no_grad()
+    def start_from(self, frozen: Frozen) -> None:
+        self.output_norm().weight.copy_(frozen.norm_D)
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U])
+
+    def output_norm(self) -> nn.Module:
+        """The norm before lm_head."""
+        raise NotImplementedError
+
+    def first_state(self, batch: Batch) -> Tensor:
+        """[T, D] state that depth 0 reads, from the target's states."""
+        raise NotImplementedError
+
+    def step(self, state_TD: Tensor, embed_TD: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
+        """One depth. Returns (input of lm_head [T, D], state for the next depth [T, D])."""
+        raise NotImplementedError
+
+    def caches(self) -> list[KeyValues]:
+        """Empty key/value caches, one per attention layer."""
+        raise NotImplementedError
+
+    @property
+    def _head_UD(self) -> Tensor:
+        return self.teacher_UD if self.lm_head is None else self.lm_head.weight
+
+    def labels(self, batch: Batch, docs: Documents) -> Labels:
+        """Label positions: row j predicts x_{j+1}, supervised where x_{j+1} is. Depth k of row t has the label of row t + 1 + k."""
+        index, inside = docs.shifted(1)
+        position_R = (batch.loss_mask_T[index] & inside).nonzero().squeeze(1)
+        depth_K1 = torch.arange(self.depths, device=position_R.device)[:, None]
+        inside_KR = docs.positions_T[position_R] >= 1 + depth_K1
+        return Labels(position_R, torch.where(inside_KR, position_R - 1 - depth_K1, -1))
+
+    def count(self, batch: Batch) -> Tensor:
+        docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
+        return (self.labels(batch, docs).row_KR >= 0).sum(1)
+
+    def loss(self, batch: Batch) -> LossOut:
+        """KL of the head's distribution from the target's at every supervised position, per depth; hits in evaluation mode."""
+        docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
+        labels = self.labels(batch, docs)
+        assert batch.last_TD is not None
+        state_TD, caches, x_KTD = self.first_state(batch), self.caches(), []
+        for k in range(self.depths):
+            index, _ = docs.shifted(1 + k)
+            x_TD, state_TD = self.step(state_TD, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
+            x_KTD.append(x_TD)
+        loss_K = chunked_kl(x_KTD, self._head_UD, self.teacher_UD, batch.last_TD, labels, self.loss_chunk)
+        metrics = {} if self.training else self._metrics(x_KTD, batch, docs, labels)
+        return LossOut(loss_K, (labels.row_KR >= 0).sum(1), metrics)
+
+    def _metrics(self, x_KTD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
+        """hit: share of positions whose first choice is the target's. accept: share of anchors whose first k + 1 choices all are,
+        over anchors that an engine can draft from (the token after the anchor is a generated one)."""
+        assert batch.last_TD is not None
+        hit_KT = hits(x_KTD, self._head_UD, self.draft_ids_U, self.frozen.lm_head_VD, batch.last_TD, labels, self.loss_chunk)
+        valid_KT = torch.zeros_like(hit_KT)
+        for k, rows in enumerate(labels.row_KR):
+            valid_KT[k, rows[rows >= 0]] = True
+        index, inside = docs.shifted(1)
+        anchor_KT = valid_KT.cumprod(0).bool() & (batch.loss_mask_T[index] & inside)
+        return {
+            "hit": (hit_KT.sum(1), valid_KT.sum(1)),
+            "accept": ((hit_KT.cumprod(0).bool() & anchor_KT).sum(1), anchor_KT.sum(1)),
+        }
+
+    @torch.no_grad()
+    def propose(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
+        index, _ = docs.shifted(1)
+        tokens_T, state_TD, caches = batch.token_ids_T[index], self.first_state(batch), self.caches()
+        drafts, log_q = [], []
+        for _ in range(k):
+            x_TD, state_TD = self.step(state_TD, self.frozen.embed_VD[tokens_T], docs, caches)
+            best, score = [], []
+            for x in x_TD.split(self.loss_chunk):
+                top, choice = (x @ self._head_UD.T).float().log_softmax(-1).max(-1)
+                best.append(choice if self.draft_ids_U is None else self.draft_ids_U[choice])
+                score.append(top)
+            tokens_T = torch.cat(best)
+            drafts.append(tokens_T)
+            log_q.append(torch.cat(score))
+        return torch.stack(drafts, 1), torch.stack(log_q, 1)

@@ -1,0 +1,86 @@
+"""Shared fixtures: a small target that needs no files, random batches, and every head of conf/head/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from heads import build
+from heads.base import Batch, DraftHead, Frozen, TargetSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = TargetSpec(
+    hidden_size=64,
+    num_layers=4,
+    vocab_size=101,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=96,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_positions=512,
+)
+
+
+def head_confs() -> dict[str, dict[str, Any]]:
+    """Every head of conf/head/, with taps and draft vocabulary brought to the size of SPEC."""
+    confs = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "head").glob("*.yaml"))}
+    for conf in confs.values():
+        if conf.get("taps"):
+            conf["taps"] = [1, 2, 3][: len(conf["taps"])]
+        if "draft_vocab_size" in conf:
+            conf["draft_vocab_size"] = 40
+    return confs
+
+
+def ready(conf: dict[str, Any], dtype: torch.dtype = torch.float64) -> DraftHead:
+    """The head with random parameters, attached to a random frozen target."""
+    torch.manual_seed(0)
+    head = build(conf, SPEC).to(dtype)
+    embed, lm_head = (torch.randn(SPEC.vocab_size, SPEC.hidden_size, dtype=dtype) for _ in range(2))
+    frozen = Frozen(embed, lm_head, torch.rand(SPEC.hidden_size, dtype=dtype) + 0.5)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 1.0)
+    if head.get_buffer("draft_ids_U") is not None:
+        head.set_draft_vocab(torch.arange(0, 80, 2))
+    head.attach(frozen)
+    return head
+
+
+def batch_of(head: DraftHead, lengths: tuple[int, ...] = (9, 14, 6), dtype: torch.dtype = torch.float64, seed: int = 1) -> Batch:
+    """Random documents: the first third of each is a prompt, the rest is supervised."""
+    torch.manual_seed(seed)
+    total, size = sum(lengths), SPEC.hidden_size
+    mask = torch.cat([torch.arange(n) >= n // 3 for n in lengths])
+    taps = torch.randn(total, len(head.taps), size, dtype=dtype) if head.taps else None
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return Batch(torch.randint(0, SPEC.vocab_size, (total,)), mask, offsets, taps, torch.randn(total, size, dtype=dtype))
+
+
+def document(batch: Batch, i: int) -> Batch:
+    """Document i of a packed batch alone."""
+    a, b = batch.offsets_S1[i : i + 2].tolist()
+    part = slice(a, b)
+    states = (None if x is None else x[part] for x in (batch.taps_TLD, batch.last_TD))
+    return Batch(batch.token_ids_T[part], batch.loss_mask_T[part], torch.tensor([0, b - a]), *states)
+
+
+@pytest.fixture(params=sorted(head_confs()))
+def conf(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return head_confs()[request.param]
+
+
+@pytest.fixture
+def head(conf: dict[str, Any]) -> DraftHead:
+    return ready(conf)
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., Batch]:
+    return batch_of

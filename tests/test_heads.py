@@ -1,0 +1,193 @@
+"""The head contract, for every file of conf/head/: nothing here names a head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import SPEC, batch_of, document, head_confs, ready
+
+from heads import build
+from heads.base import Batch, DraftHead
+
+
+def mean_loss(head: DraftHead, batch: Batch) -> torch.Tensor:
+    out = head.loss(batch)
+    return (out.loss_K / out.count_K).sum()
+
+
+def test_builds_on_meta_for_a_70b_target(conf):
+    spec = dataclasses.replace(SPEC, hidden_size=8192, num_layers=80, vocab_size=128256, num_heads=64, num_kv_heads=8, head_dim=128)
+    with torch.device("meta"):
+        head = build(conf, spec)
+    assert all(p.device.type == "meta" for p in head.parameters()) and sum(p.numel() for p in head.parameters()) > 5e7
+
+
+def test_shapes_counts_and_metrics(head):
+    batch = batch_of(head)
+    out = head.eval().loss(batch)
+    assert out.loss_K.shape == (head.depths,) and torch.isfinite(out.loss_K).all() and (out.loss_K > 0).all()
+    assert torch.equal(out.count_K, head.count(batch)) and len(head.depth_weights) == head.depths
+    assert {"hit", "accept"} <= out.metrics.keys()
+    for value, count in out.metrics.values():
+        assert value.shape == count.shape == (head.depths,) and (value <= count).all()
+    tokens, log_q = head.propose(batch, 4)
+    assert tokens.shape == log_q.shape == (len(batch.token_ids_T), 4)
+    assert tokens.max() < SPEC.vocab_size and (log_q <= 0).all()
+
+
+def test_counts_follow_the_shifted_mask(head):
+    """Depth k of row t is supervised iff x_{t+2+k} is, inside the document: the mask moves with the labels."""
+    batch = batch_of(head)
+    expected = torch.zeros(head.depths, dtype=torch.long)
+    for i in range(len(batch.offsets_S1) - 1):
+        mask = document(batch, i).loss_mask_T
+        for k in range(head.depths):
+            expected[k] += mask[2 + k :].sum()
+    assert torch.equal(head.count(batch), expected)
+
+
+def test_only_the_right_teachers_move_the_loss(head):
+    """Perturb the teacher of each position: exactly those that predict a supervised token of this document matter."""
+    if head.needs_last == "all":
+        pytest.skip("the state is an input too: see test_causality")
+    batch = batch_of(head, (9, 7))
+    before = head.loss(batch).loss_K.sum()
+    for t in range(len(batch.token_ids_T)):
+        last = batch.last_TD.clone()
+        last[t] += torch.randn(SPEC.hidden_size, dtype=last.dtype)
+        moved = not torch.equal(head.loss(dataclasses.replace(batch, last_TD=last)).loss_K.sum(), before)
+        start, end = (0, 9) if t < 9 else (9, 16)
+        assert moved == (t > start and t + 1 < end and bool(batch.loss_mask_T[t + 1]))
+
+
+def test_causality(head):
+    """Drafts of row t depend on tokens up to t+1 and states up to t of their own document, and on nothing else."""
+    batch = batch_of(head, (8, 7))
+    tokens, log_q = head.propose(batch, 3)
+    for t in (2, 5, 10):
+        changed = dataclasses.replace(batch, token_ids_T=batch.token_ids_T.clone(), last_TD=batch.last_TD.clone())
+        changed.token_ids_T[t + 2 : 8 if t < 8 else None] = 7
+        changed.last_TD[t + 1 : 8 if t < 8 else None] = 1.0
+        if batch.taps_TLD is not None:
+            changed.taps_TLD = batch.taps_TLD.clone()
+            changed.taps_TLD[t + 1 : 8 if t < 8 else None] = 1.0
+        other_tokens, other_log_q = head.propose(changed, 3)
+        start = 0 if t < 8 else 8
+        assert torch.equal(tokens[start : t + 1], other_tokens[start : t + 1])
+        torch.testing.assert_close(log_q[start : t + 1], other_log_q[start : t + 1])
+        assert not torch.equal(log_q[t + 1 :], other_log_q[t + 1 :])
+
+
+def test_documents_are_isolated_and_packing_changes_nothing(head):
+    batch = batch_of(head)
+    parts = [head.loss(document(batch, i)).loss_K for i in range(3)]
+    torch.testing.assert_close(head.loss(batch).loss_K, torch.stack(parts).sum(0))
+
+
+def test_gradients_of_packed_and_split_batches_agree(head):
+    batch = batch_of(head)
+    head.loss(batch).loss_K.sum().backward()
+    packed = [p.grad.clone() for p in head.parameters()]
+    head.zero_grad()
+    for i in range(3):
+        head.loss(document(batch, i)).loss_K.sum().backward()
+    for name, a, p in zip(dict(head.named_parameters()), packed, head.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, msg=lambda m, n=name: f"{n}: {m}", rtol=1e-5, atol=1e-5)
+
+
+def test_every_parameter_learns_and_frozen_parts_do_not(head):
+    frozen = head.frozen
+    copies = [x.clone() for x in (frozen.embed_VD, frozen.lm_head_VD, frozen.norm_D)]
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    mean_loss(head, batch_of(head)).backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in head.parameters())
+    optimizer.step()
+    for before, after in zip(copies, (frozen.embed_VD, frozen.lm_head_VD, frozen.norm_D), strict=True):
+        assert torch.equal(before, after) and not after.requires_grad
+    names = set(head.state_dict())
+    assert not any("embed" in n for n in names), "the target's embedding must not enter the head's state"
+
+
+def test_gradient_is_that_of_the_loss(head):
+    """Directional derivative against a finite difference, in float64: covers the hand-written backwards."""
+    batch = batch_of(head)
+    torch.manual_seed(3)
+    directions = [torch.randn_like(p) for p in head.parameters()]
+    mean_loss(head, batch).backward()
+    analytic = sum((p.grad * d).sum() for p, d in zip(head.parameters(), directions, strict=True))
+    values, h = [], 1e-4
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(head.parameters(), directions, strict=True):
+                p += sign * h * d
+            values.append(mean_loss(head, batch).double())
+            for p, d in zip(head.parameters(), directions, strict=True):
+                p -= sign * h * d
+    torch.testing.assert_close(analytic, (values[0] - values[1]) / (2 * h), rtol=5e-3, atol=1e-3)
+
+
+def test_training_and_drafting_agree(head):
+    """Where the text is the head's own drafts, the training pass must predict exactly what `propose` proposed."""
+    batch = batch_of(head, (10,))
+    t = 5
+    for k in range(3):  # write the drafts of row t into the text behind it
+        drafts, _ = head.propose(batch, 3)
+        batch.token_ids_T[t + 2 + k] = drafts[t, k]
+    head.eval()
+    row = drafts[t]
+    # A teacher that is certain of the drafted token at each place: every depth of row t must hit.
+    lm_head = head.frozen.lm_head_VD
+    for k in range(head.depths):
+        batch.last_TD = batch.last_TD.clone()
+        if head.needs_last != "all":
+            batch.last_TD[t + 1 + k] = 50 * torch.linalg.pinv(lm_head)[:, row[k]]
+    if head.needs_last == "all":
+        return
+    one = dataclasses.replace(batch, loss_mask_T=torch.zeros(10, dtype=torch.bool))
+    one.loss_mask_T[t + 1 : t + 2 + head.depths] = True
+    value, _ = head.loss(one).metrics["accept"]
+    assert value.tolist()[0] >= 1 and (value > 0).all()
+
+
+def test_out_of_vocabulary_counts_as_rejected():
+    conf = next(c for c in head_confs().values() if c.get("draft_vocab_size"))
+    head = ready(conf).eval()
+    batch = batch_of(head)
+    odd = torch.linalg.pinv(head.frozen.lm_head_VD)[:, 1] * 100  # the target always says 1, which no draft id maps to
+    batch.last_TD = odd.expand_as(batch.last_TD).contiguous()
+    for value, count in head.loss(batch).metrics.values():
+        assert value.sum() == 0 and count.sum() > 0
+
+
+def test_export_names_every_parameter_once(head):
+    export = head.export()
+    engine_names = [*export.names.values(), *export.extra]
+    assert len(set(engine_names)) == len(engine_names)
+    assert set(export.names) == {n for n in head.state_dict() if n != "draft_ids_U"}
+    serving = head.serving(3)
+    assert serving["method"] and serving["num_speculative_tokens"] == 3
+
+
+def test_start_copies_the_targets_rows_and_norm(head):
+    head.start_from(head.frozen)
+    if getattr(head, "lm_head", None) is not None:
+        assert torch.equal(head.lm_head.weight, head.teacher_UD)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_target_": "os.system"}, "must start with 'heads.'"),
+        ({"_target_": "heads.nothing.Head"}, "does not exist"),
+        ({"_target_": "heads.layers.MLP"}, "is not a DraftHead"),
+        ({"num_heads": 3}, "unknown keys in head: num_heads"),
+        ({"depths": 0}, "at least 1"),
+        ({"taps": [3, 2, 1]}, "must ascend"),
+        ({"taps": [1, 2, 9]}, "within 0..4"),
+    ],
+)
+def test_bad_head_settings_say_what_is_known(change, words):
+    with pytest.raises(ValueError, match=words):
+        build(head_confs()["eagle3"] | change, SPEC)
