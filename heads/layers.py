@@ -53,7 +53,8 @@ def _yarn(inv_freq: Tensor, s: dict[str, Any], theta: float, size: int) -> tuple
 def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [*, H/2] float32 of rotary embedding at integer `positions`, for every scaling kind that Llama-like targets use."""
     size, theta, s = spec.head_dim, spec.rope_theta, spec.rope_scaling or {}
-    inv_freq = theta ** -(torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+    # The same operations in the same order as transformers and vLLM: float32 rounding of the angles then agrees too.
+    inv_freq = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
     kind, scale = s.get("rope_type", s.get("type", "default")), 1.0
     if kind == "linear":
         inv_freq = inv_freq / s["factor"]

@@ -33,7 +33,7 @@ def head_confs() -> dict[str, dict[str, Any]]:
     confs = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "head").glob("*.yaml"))}
     for conf in confs.values():
         if conf.get("taps"):
-            conf["taps"] = [1, 2, 3][: len(conf["taps"])]
+            conf["taps"] = [1, 2, 3]
         if "draft_vocab_size" in conf:
             conf["draft_vocab_size"] = 40
     return confs
@@ -46,7 +46,7 @@ def ready(conf: dict[str, Any], dtype: torch.dtype = torch.float64) -> DraftHead
     embed, lm_head = (torch.randn(SPEC.vocab_size, SPEC.hidden_size, dtype=dtype) for _ in range(2))
     frozen = Frozen(embed, lm_head, torch.rand(SPEC.hidden_size, dtype=dtype) + 0.5)
     for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 1.0)
+        torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 1.0)
     if head.get_buffer("draft_ids_U") is not None:
         head.set_draft_vocab(torch.arange(0, 80, 2))
     head.attach(frozen)
