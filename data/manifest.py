@@ -1,0 +1,145 @@
+"""What a store says of itself: its manifest, the bytes it takes, and whether it fits a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+
+FORMAT_VERSION = 1
+CAPTURE = "`python launch/capture.py conf=<name>`"
+LAST_POLICIES = ("none", "supervised", "all")  # each holds all that those before it hold
+# What a capture is: two runs that differ in one of these must not share a store.
+IDENTITY = ("target", "tokenizer_hash", "template_hash", "taps", "hidden_size", "last", "dtype", "engine")
+
+
+def plan_bytes(n_tokens: int, n_supervised: int, L: int, D: int, last: str, itemsize: int) -> int:
+    """Bytes of a store of L taps of width D with these counts; file headers and offsets (well below 1 %) are left out."""
+    rows = {"none": 0, "supervised": n_supervised, "all": n_tokens}[last]
+    return n_tokens * (4 + 1 + L * D * itemsize) + rows * D * itemsize
+
+
+def check_disk(folder: Path, need_bytes: int, cap_gb: float) -> None:
+    """Refuses a store of `need_bytes` in all that is over the cap or, beyond what `folder` already holds, over the free space."""
+    if need_bytes > cap_gb * 1e9:
+        raise UserError(
+            f"{folder}: the hidden states take {need_bytes / 1e9:.2f} GB, over the cap data.max_store_gb={cap_gb:g}; "
+            "raise data.max_store_gb, or lower data.limit or data.max_length"
+        )
+    have = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
+    check_free(folder, need_bytes - have)
+
+
+def check_free(folder: Path, need_bytes: int) -> None:
+    """Refuses to write `need_bytes` more where they do not fit; `folder` need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if need_bytes > free:
+        raise UserError(
+            f"{folder}: {need_bytes / 1e9:.2f} GB of hidden states are still to be written and {free / 1e9:.2f} GB are free; "
+            "free some space, set data.store to another disk, or lower data.limit or data.max_length"
+        )
+
+
+def check_compatible(
+    manifest: dict[str, Any], *, fingerprint: str, taps: tuple[int, ...], needs_last: str, tokenizer_hash: str | None
+) -> None:
+    """Refuses (UserError) a store that cannot train a head: other target or tokenizer, a tap or `last` missing, or unfinished.
+
+    More than is needed is fine. tokenizer_hash None: not compared.
+    """
+    found = []
+    if manifest["target"]["fingerprint"] != fingerprint:
+        found.append(f"target: the store was captured from {manifest['target']}, this run has fingerprint {fingerprint}")
+    if tokenizer_hash is not None and manifest["tokenizer_hash"] != tokenizer_hash:
+        found.append(f"tokenizer_hash: the store has {manifest['tokenizer_hash']}, this run {tokenizer_hash}")
+    if missing := sorted(set(taps) - set(manifest["taps"])):
+        found.append(f"taps: the head reads {list(taps)}, the store holds {manifest['taps']} and lacks {missing}")
+    if LAST_POLICIES.index(needs_last) > LAST_POLICIES.index(manifest["last"]):
+        found.append(f"last: the head needs {needs_last!r}, the store holds {manifest['last']!r}")
+    if found:
+        raise UserError(f"the store does not fit this run: {'; '.join(found)}. Set data.store to a new folder and run {CAPTURE}")
+    if not manifest["closed"]:
+        raise UserError(
+            f"the capture of this store stopped after {manifest['sequences']} sequences; run {CAPTURE}, which goes on from there"
+        )
+
+
+def recapture(path: Path) -> str:
+    """How to mend a shard whose content is bad."""
+    return f"delete it (`rm {path}`) and run {CAPTURE}, which captures its sequences again"
+
+
+def is_whole(folder: Path, shard: dict[str, Any]) -> bool:
+    """Whether a listed shard is there, with the bytes that the manifest gives it."""
+    path = folder / shard["file"]
+    return path.is_file() and path.stat().st_size == shard["bytes"]
+
+
+def check_shard(folder: Path, shard: dict[str, Any], verify: bool) -> None:
+    """Refuses (UserError) a listed shard that is gone or of another size; with verify=True also one of another checksum."""
+    path = folder / shard["file"]
+    if not is_whole(folder, shard):
+        found = f"has {path.stat().st_size} bytes" if path.is_file() else "is missing"
+        raise UserError(f"{path}: {found}, the manifest says {shard['bytes']} bytes; run {CAPTURE}, which captures its sequences again")
+    if verify and sha256(path) != shard["sha256"]:
+        raise UserError(f"{path}: its checksum is not the manifest's, so the file was altered; {recapture(path)}")
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file, in hex."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Makes the content of a file, or the renames in a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a file atomically and durably: after a kill or a power cut it is either the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(path)
+    fsync_path(path.parent)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a store; UserError where there is none, or none of this format."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file, so there is no store here; make it with {CAPTURE}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a store manifest ({error!r}); delete {folder} and run {CAPTURE}") from error
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}; delete {folder} and run {CAPTURE}")
+    return manifest
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {key: value}
+    return {name: leaf for part, inner in value.items() for name, leaf in _flat(inner, f"{key}.{part}").items()}
+
+
+def differences(store: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """What `run` says otherwise than the manifest of `store`, as `key.subkey: the store has .., this run ..`."""
+    here, there = _flat(run, ""), _flat({key: store.get(key) for key in run}, "")
+    unequal = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    return [f"{key[1:]}: the store has {there.get(key)!r}, this run {here.get(key)!r}" for key in unequal]

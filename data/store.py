@@ -1,0 +1,290 @@
+"""The hidden-state store: ragged safetensors shards, and a manifest that alone says which of them count.
+
+A shard holds whole sequences end to end, without padding: token_ids [N] int32, loss_mask [N] uint8, offsets [S+1] int64,
+taps [N, L, D] and last, the states after the target's final norm: [N, D] (policy "all"), [R, D] ("supervised": only the
+rows whose next token is a label) or absent ("none"). A shard is written in `writing/`, synced and moved beside the others; then
+the manifest is replaced in the same way. A kill at any moment therefore leaves a store that is valid up to its manifest.
+
+Shape suffixes: N tokens of a shard, T tokens of a sequence, S sequences, L taps, D hidden, R stored `last` rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.errors import UserError
+from data.manifest import (
+    CAPTURE,
+    FORMAT_VERSION,
+    IDENTITY,
+    LAST_POLICIES,
+    check_free,
+    check_shard,
+    differences,
+    fsync_path,
+    is_whole,
+    read_manifest,
+    recapture,
+    replace_text,
+    sha256,
+)
+from data.manifest import check_compatible as check_compatible
+from data.manifest import check_disk as check_disk
+from data.manifest import plan_bytes as plan_bytes
+
+MAX_OPEN_SHARDS = 256  # mapped at once by one reader
+STATE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def label_rows(loss_mask_T: Tensor) -> Tensor:
+    """Rows of one sequence whose state predicts a label: row t counts iff t + 1 < T and loss_mask[t + 1]. [T] bool -> [T] bool."""
+    rows_T = torch.zeros_like(loss_mask_T, dtype=torch.bool)
+    rows_T[:-1] = loss_mask_T[1:]
+    return rows_T
+
+
+class StoreWriter:
+    """Appends sequences to a store. Reopening one goes on from its manifest; `done` holds the ids that need no new capture
+    (stored or quarantined). Leftovers of a killed run, and listed shards that are gone or cut short, are removed first: the
+    sequences of the latter are captured again. As a context manager it closes only when no exception passed.
+
+    manifest: the IDENTITY keys; taps are layers applied, in storage order. UserError: the folder holds another capture.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], shard_tokens: int = 65536) -> None:
+        assert set(IDENTITY) <= set(manifest), f"manifest lacks {set(IDENTITY) - set(manifest)}"
+        assert manifest["last"] in LAST_POLICIES, manifest["last"]
+        self.folder, self.shard_tokens = folder, shard_tokens
+        if manifest["dtype"] not in STATE_DTYPES:
+            raise UserError(f"data.states_dtype={manifest['dtype']!r}: hidden states are stored as one of {', '.join(STATE_DTYPES)}")
+        self.dtype = STATE_DTYPES[manifest["dtype"]]
+        plain = json.loads(json.dumps(manifest))  # as it will be read back: tuples become lists
+        self.manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, **plain, "closed": False, "shards": []}
+        folder.mkdir(parents=True, exist_ok=True)
+        # A folder of its own, because safetensors writes to a temporary name of its choice, which a kill leaves behind.
+        self.writing = folder / "writing"
+        shutil.rmtree(self.writing, ignore_errors=True)
+        if (folder / "manifest.json").exists():
+            self._adopt(read_manifest(folder))
+        listed = {shard["file"] for shard in self.manifest["shards"]}
+        for path in folder.glob("shard-*.safetensors"):
+            if path.name not in listed:
+                path.unlink()
+        self._quarantined = self._read_quarantine()
+        self.done: set[str] = {name for shard in self.manifest["shards"] for name in shard["ids"]} | self._quarantined
+        self._pending: list[tuple[str, dict[str, Tensor]]] = []
+        self._pending_tokens = 0
+        self._write_manifest()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def _adopt(self, old: dict[str, Any]) -> None:
+        mine = {key: value for key, value in self.manifest.items() if key not in ("closed", "shards")}
+        found = differences(old, mine)
+        if found:
+            raise UserError(
+                f"{self.folder}: holds another capture ({'; '.join(found)}). "
+                f"Delete the folder or set data.store to a new one, then run {CAPTURE}"
+            )
+        self.manifest["shards"] = [shard for shard in old["shards"] if is_whole(self.folder, shard)]
+
+    def _read_quarantine(self) -> set[str]:
+        """Ids set aside by earlier runs. A line that a kill cut short is dropped; its sequence is captured again."""
+        path = self.folder / "quarantine.jsonl"
+        if not path.exists():
+            return set()
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            replace_text(path, whole)
+        return {json.loads(line)["id"] for line in whole.splitlines()}
+
+    def add(
+        self, name: str, token_ids_T: Tensor, loss_mask_T: Tensor, taps_TLD: Tensor | None = None, last_TD: Tensor | None = None
+    ) -> bool:
+        """Copies one sequence in: states of every token, `last` of every row whatever the policy stores (None for policy "none").
+
+        False: it holds NaN or Inf in the storage dtype and was quarantined.
+        """
+        n_tokens, n_taps, policy = len(token_ids_T), len(self.manifest["taps"]), self.manifest["last"]
+        assert name not in self.done, f"{name} was added before"
+        assert n_tokens > 0 and loss_mask_T.shape == (n_tokens,), (name, loss_mask_T.shape)
+        assert (taps_TLD is None) == (n_taps == 0) and (last_TD is None) == (policy == "none"), name
+        tensors = {"token_ids": token_ids_T.to("cpu", torch.int32, copy=True), "loss_mask": loss_mask_T.to("cpu", torch.bool, copy=True)}
+        if taps_TLD is not None:
+            assert taps_TLD.shape == (n_tokens, n_taps, self.manifest["hidden_size"]), (name, taps_TLD.shape)
+            tensors["taps"] = taps_TLD.detach().to("cpu", self.dtype, copy=True)
+        if last_TD is not None:
+            assert last_TD.shape == (n_tokens, self.manifest["hidden_size"]), (name, last_TD.shape)
+            rows_RD = last_TD if policy == "all" else last_TD[label_rows(loss_mask_T).to(last_TD.device)]
+            tensors["last"] = rows_RD.detach().to("cpu", self.dtype, copy=True)
+        self.done.add(name)
+        bad = [key for key in ("taps", "last") if key in tensors and not tensors[key].isfinite().all()]
+        if bad:
+            self._quarantine(name, f"NaN or Inf in {' and '.join(bad)}")
+            return False
+        self._pending.append((name, tensors))
+        self._pending_tokens += n_tokens
+        if self._pending_tokens >= self.shard_tokens:
+            self._flush()
+        return True
+
+    def _quarantine(self, name: str, reason: str) -> None:
+        self._quarantined.add(name)
+        with (self.folder / "quarantine.jsonl").open("a", encoding="utf-8") as f:
+            f.write(json.dumps({"id": name, "reason": reason}, ensure_ascii=False) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+    def _flush(self) -> None:
+        """Writes the pending sequences as one shard and lists it."""
+        parts = [tensors for _, tensors in self._pending]
+        lengths = [len(part["token_ids"]) for part in parts]
+        rows = [label_rows(part["loss_mask"]) for part in parts]
+        tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        tensors["loss_mask"] = tensors["loss_mask"].to(torch.uint8)
+        tensors["offsets"] = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64)
+        check_free(self.folder, sum(tensor.nbytes for tensor in tensors.values()))
+        shards = self.manifest["shards"]
+        number = int(shards[-1]["file"][len("shard-") : -len(".safetensors")]) + 1 if shards else 0
+        final = self.folder / f"shard-{number:05d}.safetensors"
+        self.writing.mkdir(exist_ok=True)
+        temporary = self.writing / final.name
+        save_file(tensors, temporary)
+        temporary.chmod((self.folder / "manifest.json").stat().st_mode)  # safetensors makes files that only their owner may read
+        fsync_path(temporary)
+        digest = sha256(temporary)
+        temporary.replace(final)
+        fsync_path(self.folder)
+        shards.append(
+            {
+                "file": final.name,
+                "bytes": final.stat().st_size,
+                "sha256": digest,
+                "sequences": len(parts),
+                "tokens": sum(lengths),
+                "supervised_tokens": int(sum(int(row.sum()) for row in rows)),
+                "ids": [name for name, _ in self._pending],
+                "lengths": lengths,
+                # index of the first label of each sequence (its length: none), so that readers can plan without opening shards
+                "first_labels": [int(row.byte().argmax()) + 1 if row.any() else len(row) for row in rows],
+            }
+        )
+        self._pending, self._pending_tokens = [], 0
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        for key in ("sequences", "tokens", "supervised_tokens"):
+            self.manifest[key] = sum(shard[key] for shard in self.manifest["shards"])
+        self.manifest["quarantined"] = len(self._quarantined)
+        replace_text(self.folder / "manifest.json", json.dumps(self.manifest, ensure_ascii=False))
+
+    def close(self) -> None:
+        """Writes what is pending and marks the store as finished."""
+        if self._pending:
+            self._flush()
+        shutil.rmtree(self.writing, ignore_errors=True)
+        self.manifest["closed"] = True
+        self._write_manifest()
+
+
+@dataclass
+class _Shard:
+    """An open shard. Its states stay on disk: slices of `file` read the rows asked for, through a memory map."""
+
+    file: Any  # safe_open handle
+    loss_mask_N: Tensor
+    offsets: list[int]
+    last_offsets: list[int]  # where the stored `last` rows of each sequence begin
+
+
+class Store:
+    """Reads a store. Opening it reads the manifest and the sizes of the shards alone; verify=True also hashes every shard.
+
+    lengths: tokens per sequence [S] int64; first_labels: index of the first label of each, its length where it has none;
+    ids: names, in the same order. Handles open on first use. Safe to use from several threads.
+    """
+
+    def __init__(self, folder: Path, verify: bool = False) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        shards = self.manifest["shards"]
+        for shard in shards:
+            check_shard(folder, shard, verify)
+        self.ids: list[str] = [name for shard in shards for name in shard["ids"]]
+        self.lengths = np.array([n for shard in shards for n in shard["lengths"]], dtype=np.int64)
+        self.first_labels = np.array([n for shard in shards for n in shard["first_labels"]], dtype=np.int64)
+        self._starts = np.cumsum([0, *(shard["sequences"] for shard in shards)])  # first sequence of each shard
+        self._open = functools.lru_cache(maxsize=MAX_OPEN_SHARDS)(self._open_shard)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def _open_shard(self, number: int) -> _Shard:
+        shard = self.manifest["shards"][number]
+        check_shard(self.folder, shard, verify=False)  # a map of a file that shrank would kill the process
+        file = safe_open(self.folder / shard["file"], framework="pt")
+        offsets_S1, mask_N = file.get_tensor("offsets"), file.get_tensor("loss_mask").bool()
+        if offsets_S1.diff().tolist() != shard["lengths"] or len(mask_N) != shard["tokens"]:
+            raise ValueError("its offsets are not those of the manifest")
+        offsets = offsets_S1.tolist()
+        policy = self.manifest["last"]
+        if policy == "supervised":
+            rows = [int(label_rows(mask_N[a:b]).sum()) for a, b in zip(offsets, offsets[1:], strict=False)]
+            return _Shard(file, mask_N, offsets, np.cumsum([0, *rows]).tolist())
+        return _Shard(file, mask_N, offsets, offsets)
+
+    def tokens(self, i: int, stop: int | None = None) -> tuple[Tensor, Tensor]:
+        """Sequence i, its first `stop` tokens: token_ids [T] int64, loss_mask [T] bool. Reads no states."""
+        found = self.get(i, (), stop, with_last=False)
+        return found["token_ids"], found["loss_mask"]
+
+    def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True) -> dict[str, Any]:
+        """Sequence i, its first `stop` tokens: token_ids [T] int64, loss_mask [T] bool, taps [T, L, D] in the order asked for
+        (None for no taps), last [T, D] with zero rows where none is stored (None for policy "none" or with_last=False); states
+        in the storage dtype. UserError naming shard and sequence where it cannot be read.
+        """
+        columns = [self.manifest["taps"].index(tap) for tap in taps]
+        number = int(np.searchsorted(self._starts, i, side="right")) - 1
+        try:
+            return self._read(self._open(number), i - int(self._starts[number]), columns, stop, with_last)
+        except UserError:
+            raise
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            path = self.folder / self.manifest["shards"][number]["file"]
+            raise UserError(f"{path}: cannot read sequence {i} ({self.ids[i]}): {error}; {recapture(path)}") from error
+
+    def _read(self, shard: _Shard, k: int, columns: list[int], stop: int | None, with_last: bool) -> dict[str, Any]:
+        first, end = shard.offsets[k], shard.offsets[k + 1]
+        length = end - first if stop is None else min(end - first, stop)
+        mask_T = shard.loss_mask_N[first : first + length].clone()
+        ids_T = shard.file.get_slice("token_ids")[first : first + length].long()
+        taps_TLD = last_TD = None
+        if columns:
+            whole = columns == list(range(len(self.manifest["taps"])))
+            taps = shard.file.get_slice("taps")
+            taps_TLD = taps[first : first + length] if whole else taps[first : first + length, columns]
+        if with_last and self.manifest["last"] != "none":
+            rows_T = torch.ones_like(mask_T) if self.manifest["last"] == "all" else label_rows(shard.loss_mask_N[first:end])[:length]
+            a, n_rows = shard.last_offsets[k], int(rows_T.sum())
+            last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=STATE_DTYPES[self.manifest["dtype"]])
+            if n_rows:
+                last_TD[rows_T] = shard.file.get_slice("last")[a : a + n_rows]
+        return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD}

@@ -1,0 +1,223 @@
+"""The frozen target on disk: where its folder is, what its config says, and the few tensors that a head reads of it.
+
+No model is ever built here. Shape suffixes: D hidden, V vocab.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from data.builtin import BUILTIN
+from data.errors import UserError
+from heads.base import Frozen, TargetSpec
+
+if TYPE_CHECKING:
+    from train.config import TargetConfig
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+SAMPLES, SAMPLE_BYTES = 16, 65536  # per weight file, for the fingerprint
+
+EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
+LM_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
+FINAL_NORM = re.compile(r"(^|^model\.|(^|\.)language_model\.|(^|\.)language_model\.model\.)norm\.weight$")
+
+
+def resolve(cfg: TargetConfig, root: Path) -> Path:
+    """The folder with the target's config, tokenizer and weights: found, downloaded, or (builtin:...) built under `root`/store/targets.
+
+    Raises UserError where there is none, where a needed file is missing, and where the conf's `target.spec` contradicts config.json.
+    """
+    folder = _builtin(cfg.model, root) if cfg.model.startswith("builtin:") else _local_or_hub(cfg, root)
+    _check_files(folder)
+    if cfg.spec:
+        _check_spec(spec_from_config(cfg), spec(folder), folder)
+    return folder
+
+
+def _builtin(model: str, root: Path) -> Path:
+    name = model.removeprefix("builtin:")
+    if name not in BUILTIN:
+        raise UserError(f"target.model={model}: no such built-in target. There is: {', '.join('builtin:' + n for n in sorted(BUILTIN))}")
+    return BUILTIN[name](root / "store" / "targets" / name)
+
+
+def _local_or_hub(cfg: TargetConfig, root: Path) -> Path:
+    local = root / Path(cfg.model).expanduser()  # an absolute path stays itself
+    if local.is_dir():
+        return local
+    if not HUB_ID.match(cfg.model):
+        raise UserError(f"target.model={cfg.model}: no such folder ({local}), and no hub id of the form owner/name.")
+    try:
+        return Path(snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"target.model={cfg.model}: cannot be downloaded ({reason}). Where the hub asks for it, accept its licence there and run "
+            "`hf auth login`; or give a local folder: target.model=/path/to/folder"
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer.json")
+    if not list(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise UserError(
+            f"target folder {folder}: no {', no '.join(missing)}. It must be a Hugging Face model folder with safetensors weights."
+        )
+
+
+def spec_from_config(cfg: TargetConfig) -> TargetSpec:
+    """The dimensions that conf/target/<name>.yaml states: enough to plan and to build heads without any weights."""
+    known = [f.name for f in fields(TargetSpec)]
+    unknown = sorted(set(cfg.spec) - set(known))
+    if unknown:
+        raise UserError(f"target.spec: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    try:
+        return TargetSpec(**cfg.spec)
+    except TypeError as error:
+        missing = str(error).partition("argument")[2].lstrip("s: ")
+        raise UserError(f"target.spec of {cfg.model}: missing {missing}. Copy them from the target's config.json.") from error
+
+
+def _check_spec(stated: TargetSpec, found: TargetSpec, folder: Path) -> None:
+    differences = [
+        f"{f.name}: conf {getattr(stated, f.name)}, target {getattr(found, f.name)}"
+        for f in fields(TargetSpec)
+        if getattr(stated, f.name) != getattr(found, f.name)
+    ]
+    if differences:
+        raise UserError(f"target.spec does not describe {folder / 'config.json'}: {'; '.join(differences)}. Correct conf/target/*.yaml.")
+
+
+def spec(folder: Path) -> TargetSpec:
+    """The dimensions in config.json; the text part of a multimodal one. Reads the rope keys of transformers 4 and of 5."""
+    whole = _read_json(folder / "config.json")
+    config = whole.get("text_config", whole)
+
+    def need(key: str) -> Any:
+        if key not in config:
+            raise UserError(f"{folder / 'config.json'}: no key `{key}`. Is this a decoder-only language model?")
+        return config[key]
+
+    theta, scaling = _rope(config)
+    heads = need("num_attention_heads")
+    tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings"))
+    return TargetSpec(
+        hidden_size=need("hidden_size"),
+        num_layers=need("num_hidden_layers"),
+        vocab_size=need("vocab_size"),
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or need("hidden_size") // heads,
+        intermediate_size=need("intermediate_size"),
+        rms_norm_eps=need("rms_norm_eps"),
+        rope_theta=theta,
+        max_positions=need("max_position_embeddings"),
+        rope_scaling=scaling,
+        model_type=need("model_type"),
+        # Model families disagree on the default of this key, so where config.json omits it the weights decide.
+        tied_embeddings=bool(tied) if tied is not None else not any(LM_HEAD.search(name) for name in _tensor_files(folder)),
+    )
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling or None). transformers 5: all in `rope_parameters`, perhaps one set per kind of layer, of which heads use
+    the full-attention one. transformers 4: `rope_theta` beside `rope_scaling`, whose kind may be called `type`.
+    """
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = dict(scaling.get("full_attention", scaling))
+    theta = float(scaling.pop("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = scaling.pop("type", None)
+    scaling.setdefault("rope_type", kind or "default")
+    if scaling == {"rope_type": "default"}:
+        return theta, None
+    if "original_max_position_embeddings" in config:
+        scaling.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+    return theta, scaling
+
+
+def frozen(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Frozen:
+    """Embedding and lm_head [V, D] and the final norm [D], cast to `dtype` on `device`. Where the target ties the first two they are
+    one and the same tensor.
+    """
+    files = _tensor_files(folder)
+
+    def read(pattern: re.Pattern[str]) -> torch.Tensor:
+        return _read(files, pattern, folder).to(device=device, dtype=dtype)
+
+    embed_VD = read(EMBEDDING)
+    lm_head_VD = embed_VD if spec(folder).tied_embeddings else read(LM_HEAD)
+    return Frozen(embed_VD, lm_head_VD, read(FINAL_NORM))
+
+
+def final_norm(folder: Path) -> torch.Tensor:
+    """Weight [D] of the norm between the last layer and lm_head, in its stored dtype."""
+    return _read(_tensor_files(folder), FINAL_NORM, folder)
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 (hex) over config.json and, per weight file, its size, its safetensors header and evenly spread samples of its bytes.
+
+    Sampling keeps it under a second for 70B; another fine-tune of the same model differs in every sample.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as f:
+            header = int.from_bytes(f.read(8), "little")
+            digest.update(f.read(header))
+            for i in range(SAMPLES):
+                f.seek(8 + header + (size - 8 - header) * i // SAMPLES)
+                digest.update(f.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"no file {path}. The target must be a Hugging Face model folder.") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}). Download the target again.") from error
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it, from the index where the weights are sharded."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(dict.fromkeys(_open(path, lambda f: list(f.keys())), path))
+    return found
+
+
+def _read(files: dict[str, Path], pattern: re.Pattern[str], folder: Path) -> torch.Tensor:
+    names = [name for name in files if pattern.search(name)]
+    if len(names) != 1:
+        raise UserError(f"target folder {folder}: expected one tensor like `{pattern.pattern}`, found {names or 'none'}.")
+    return _open(files[names[0]], lambda f: f.get_tensor(names[0]))
+
+
+def _open(path: Path, use: Callable[[Any], Any]) -> Any:
+    try:
+        with safe_open(path, framework="pt") as f:
+            return use(f)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: unreadable weights ({error}). Download or build the target again.") from error

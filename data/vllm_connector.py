@@ -1,0 +1,105 @@
+"""Our KV connector: hands the hidden states of each finished sequence from vLLM's cache to the store, inside vLLM's worker.
+
+Loaded by vLLM itself (`kv_connector_module_path="data.vllm_connector"`) beside the method `extract_hidden_states`, which
+keeps the residual streams of chosen layers in a cache group of its own. Shapes: n tokens, C captured layers, L taps, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    ExampleHiddenStatesConnectorMetadata,
+    PendingSave,
+    extract_from_kv_cache,
+)
+
+from data.store import StoreWriter
+from data.target import final_norm
+
+
+@dataclass
+class Handover(PendingSave):
+    """A finished sequence on its way from the scheduler to the worker. Its first `prompt_tokens` tokens are the prompt."""
+
+    record_id: str
+    prompt_tokens: int
+
+
+def rms_norm(x_nD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMSNorm as transformers' LlamaRMSNorm: in float32, cast to the states' dtype, then scaled in that dtype."""
+    x32_nD = x_nD.float()
+    normed_nD = x32_nD * torch.rsqrt(x32_nD.square().mean(-1, keepdim=True) + eps)
+    return weight_D.to(x_nD.dtype) * normed_nD.to(x_nD.dtype)
+
+
+class StoreConnector(ExampleHiddenStatesConnector):
+    """Extra config: store_dir, manifest, layer_ids (ascending, as vLLM orders its columns), taps, last, target_dir, eps,
+    depth (the target's layers), shard_tokens."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.use_lock = False
+        self.plan: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
+        self.handed: set[str] = set()
+        self.writer: StoreWriter | None = None
+
+    # scheduler side
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Keeps the sequence's blocks until the worker has read them, and notes whose they are."""
+        keep, _ = super().request_finished(request, block_ids)
+        if keep:
+            saved = self._pending_saves[request.request_id]
+            self._pending_saves[request.request_id] = Handover(**vars(saved), **request.kv_transfer_params)
+        return keep, None
+
+    # worker side
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self._is_tp_rank_zero:
+            self.writer = StoreWriter(Path(self.plan["store_dir"]), self.plan["manifest"], self.plan["shard_tokens"])
+            self.norm_D = final_norm(Path(self.plan["target_dir"]))
+            self.columns = [self.plan["layer_ids"].index(tap) for tap in self.plan["taps"]]
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Stores what finished in the step before, and lets the scheduler free those blocks."""
+        if self.has_connector_metadata():
+            meta = self._get_connector_metadata()
+            if isinstance(meta, ExampleHiddenStatesConnectorMetadata) and self._is_tp_rank_zero:
+                for pending in meta.pending_saves:
+                    assert isinstance(pending, Handover)
+                    self._store(pending)
+        self._accumulated_finished_req_ids.update(finished_req_ids)
+        done = self._accumulated_finished_req_ids & self.handed
+        self._accumulated_finished_req_ids -= done
+        self.handed -= done
+        return done or None, None
+
+    def _store(self, pending: Handover) -> None:
+        assert self.writer is not None and self._kv_cache is not None
+        n = pending.token_ids.shape[0]
+        blocks = torch.tensor(pending.block_ids, dtype=torch.long)
+        slots_n = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:n]
+        states_nCD = extract_from_kv_cache(self._kv_cache, slots_n.to(self._kv_cache.device), n).cpu()
+        mask_n = torch.arange(n) >= pending.prompt_tokens
+        taps_nLD = states_nCD[:, self.columns].contiguous() if self.columns else None
+        last_nD = None
+        if self.plan["last"] != "none":
+            final = self.plan["layer_ids"].index(self.plan["depth"])  # vLLM gives the last residual stream before the final norm
+            last_nD = rms_norm(states_nCD[:, final], self.norm_D, self.plan["eps"])
+        self.writer.add(pending.record_id, pending.token_ids, mask_n, taps_nLD, last_nD)
+        self.handed.add(pending.req_id)
+
+
+def close_store(_worker: Any) -> None:
+    """Closes the store of this worker's connector. For `LLM.collective_rpc`: an engine's own shutdown is no promise."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, StoreConnector)
+    if connector.writer is not None:
+        connector.writer.close()

@@ -1,0 +1,129 @@
+"""What vLLM's (0.32) draft classes read: the config keys that must not be left to a default, and every tensor with its shape.
+
+One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle}.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from heads.base import TargetSpec
+
+Shapes = dict[str, tuple[int, ...]]
+Layout = Callable[[dict[str, Any]], tuple[Shapes, set[str]]]
+
+# Left out, each of these becomes a default of the config class that need not be the head's.
+LLAMA_KEYS = (
+    "model_type hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers vocab_size rms_norm_eps "
+    "hidden_act max_position_embeddings attention_bias mlp_bias tie_word_embeddings dtype"
+).split()
+EAGLE3_KEYS = "draft_vocab_size target_hidden_size norm_before_residual norm_before_fc fc_norm norm_output".split()
+TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def check_config(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
+    """Faults of config.json against itself and the target, as phrases."""
+    eagle3 = serving["method"] == "eagle3"
+    keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else [])]
+    faults = [f"config key {key} is not set: the engine would take its own default" for key in keys if config.get(key) is None]
+    faults += [f"config key {key} is null" for key, value in config.items() if value is None and key not in keys]
+    if "rope_theta" not in config and "rope_theta" not in (config.get("rope_parameters") or {}):
+        faults.append("config sets no rope_theta: the engine would take 10000")
+    same: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    same |= {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # all that these layouts know
+    if serving["method"] == "mtp":  # the engine sizes the module by the target's config, whatever this one says
+        same |= {
+            "num_attention_heads": target.num_heads,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "intermediate_size": target.intermediate_size,
+            "num_hidden_layers": target.num_layers,
+            "num_nextn_predict_layers": 1,
+        }
+        if serving.get("target_hf_overrides") != {"num_nextn_predict_layers": 1}:
+            faults.append('serving must carry target_hf_overrides {"num_nextn_predict_layers": 1}: without it the engine does not start')
+    faults += [f"{key} is {config[key]}, it must be {value}" for key, value in same.items() if config.get(key) not in (None, value)]
+    return faults + (_check_taps(config, target) if eagle3 else [])
+
+
+def _check_taps(config: dict[str, Any], target: TargetSpec) -> list[str]:
+    inner = config.get("eagle_config") or {}
+    if inner.get("use_aux_hidden_state", True) is False:
+        return []
+    ids = config.get(TAP_KEY)
+    faults = [
+        f"{key} is {config[key]} at the top and {inner[key]} in eagle_config, which wins in the engine"
+        for key in (TAP_KEY, "norm_before_fc")
+        if key in inner and key in config and inner[key] != config[key]
+    ]
+    if not ids:
+        middle = target.num_layers // 2
+        return [*faults, f"{TAP_KEY} is not set: the engine would tap its default layers (2, {middle}, {target.num_layers - 3})"]
+    if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > target.num_layers:
+        faults.append(f"{TAP_KEY} {ids} must ascend without repeats within 0..{target.num_layers}: the engine sorts it and drops repeats")
+    if config.get("num_aux_hidden_states", 3) != len(ids):
+        faults.append(f"num_aux_hidden_states is {config.get('num_aux_hidden_states', 'not set (3)')}, the layer ids are {len(ids)}")
+    return faults
+
+
+def _block(config: dict[str, Any], prefix: str, qkv_in: int) -> Shapes:
+    size, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {
+        "self_attn.q_proj": (q, qkv_in),
+        "self_attn.k_proj": (kv, qkv_in),
+        "self_attn.v_proj": (kv, qkv_in),
+        "self_attn.o_proj": (size, q),
+    }
+    shapes |= {"mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner)}
+    shapes |= {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
+def eagle3(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """`midlayer.` is read as `layers.0.`. Only layer 0 reads [embedding ; state]. lm_head may be absent only with the full
+    vocabulary."""
+    size, vocab, draft_vocab, tap = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"], config["target_hidden_size"]
+    shapes: Shapes = {"norm.weight": (size,), "lm_head.weight": (draft_vocab, size)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= _block(config, f"layers.{i}.", 2 * size if i == 0 else size)
+    shapes["layers.0.hidden_norm.weight"] = (size,)
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state", True):
+        taps = len(config[TAP_KEY])
+        shapes["fc.weight"] = (size, taps * tap)
+        if config["norm_before_fc"]:
+            shapes["input_norm.weight"] = (taps * tap,)
+        if config["fc_norm"]:
+            shapes |= {f"fc_norm.{i}.weight": (tap,) for i in range(taps)}
+    if draft_vocab != vocab:
+        shapes["d2t"] = (draft_vocab,)
+    return shapes, {"lm_head.weight"} if draft_vocab == vocab else set()
+
+
+def mimo_mtp(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """A Qwen2 block with its q, k, v biases between two input norms and an output norm; embedding and lm_head are the
+    target's."""
+    size, head, prefix = config["hidden_size"], config["head_dim"], "model.mtp_layers.0."
+    shapes = _block(config, prefix, size) | {f"{prefix}input_proj.weight": (size, 2 * size)}
+    shapes |= {f"{prefix}{name}.weight": (size,) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    for name, count in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
+        shapes[f"{prefix}self_attn.{name}_proj.bias"] = (config[count] * head,)
+    return shapes, set()
+
+
+def eagle(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """EAGLE-1: no norm before layer 0, none after the last, no bias on fc (it would be dropped silently), no lm_head."""
+    size = config["hidden_size"]
+    shapes: Shapes = {"fc.weight": (size, 2 * size)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= _block(config, f"layers.{i}.", size)
+    del shapes["layers.0.input_layernorm.weight"]
+    return shapes, set()
+
+
+LAYOUTS: dict[tuple[str, str], Layout] = {
+    ("eagle3", "LlamaForCausalLMEagle3"): eagle3,
+    ("mtp", "MiMoForCausalLM"): mimo_mtp,
+    ("eagle", "LlamaForCausalLM"): eagle,
+}

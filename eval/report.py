@@ -1,0 +1,127 @@
+"""What a run is worth, said three times: report.json for programs, a table for the terminal, report.html for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from eval.html import page
+
+NAMES = {"none": "plain decoding", "ngram": "n-gram", "head": "head"}
+
+
+def find(report: dict[str, Any], method: str) -> dict[str, Any] | None:
+    return next((m for m in report["methods"] if m["method"] == method), None)
+
+
+def headline(report: dict[str, Any]) -> str:
+    """The result in one sentence, best news or not."""
+    head, ngram = find(report, "head"), find(report, "ngram")
+    where = f"at concurrency {report['methods'][0]['concurrency']} on {report['engine']['device']}"
+    rival = "" if ngram is None else f"n-gram: {ngram['tokens_per_pass']:.2f} tokens per pass, {ngram['speedup']:.2f}x"
+    if head is None:
+        return f"No head was measured. {rival} ({where})." if rival else f"Only plain decoding was measured ({where})."
+    return (
+        f"The head accepts {head['acceptance_length'] - 1:.2f} of {head['k']} drafts per pass: "
+        f"{head['tokens_per_pass']:.2f} tokens per target pass, "
+        f"{head['speedup']:.2f}x the speed of plain decoding {where}{'; ' + rival if rival else ''}."
+    )
+
+
+def advice(report: dict[str, Any]) -> str:
+    """What to serve with, in one or two sentences."""
+    found = report["recommendation"]
+    if found["method"] == "none":
+        text = "Serve without speculation: nothing measured was faster than plain decoding here."
+    else:
+        text = f"Serve with {NAMES[found['method']]}, {found['k']} drafts: {found['speedup']:.2f}x the speed of plain decoding."
+    if "head_k" not in found:
+        return text
+    cost = f"one draft costs {found['cost_per_draft']:.2f} of a plain pass here"
+    if found["head_k"] == 0:
+        return f"{text} For the head, {cost}: more than it earns at any number of drafts."
+    best = f"{text} For the head the cost model ({cost}) is best at {found['head_k']} drafts, {found['head_speedup_predicted']:.2f}x"
+    return best + ("; a larger k was not measured and may be better still." if found["at_limit"] else ".")
+
+
+def comparison(report: dict[str, Any]) -> str:
+    """Offline chain against the engine's counters: they agree, or training and serving differ somewhere."""
+    offline, head = report.get("offline"), find(report, "head")
+    if offline is None or head is None:
+        return "The offline chain was not run."
+    here, there = offline["acceptance_length"], head["acceptance_length"]
+    most = here + offline["unjudged_drafts"] / max(1, offline["drafts"])
+    text = f"Acceptance length {here:.3f} with the training module, {there:.3f} in the engine"
+    if offline["unjudged_drafts"]:
+        text += f" (offline up to {most:.3f}: {offline['unjudged_drafts']} drafts lie beyond the ends of the answers, "
+        text += "where only the engine can judge)"
+    if here - 0.05 <= there <= most + 0.05:
+        return text + ". They agree."
+    found = "They differ by more than 0.05: training and serving do not compute the same"
+    return f"{text}. {found}; `python launch/doctor.py conf=<name>` finds the stage."
+
+
+def history(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line that a kill cut short is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines if line]
+
+
+def table(report: dict[str, Any]) -> Table:
+    """At most 80 columns wide for k up to 3."""
+    drawn = Table(title=f"{report['name']}: {report['prompts']['count']} prompts, temperature 0", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in (
+        "",
+        "k",
+        "acceptance\nlength",
+        "tokens\nper pass",
+        "accepted at\nposition",
+        "tokens/s",
+        "ITL\nms",
+        "speed",
+        "equal\nto plain",
+    ):
+        drawn.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for m in report["methods"]:
+        positions = " ".join(f"{rate:.2f}"[1:] if rate < 1 else "1.0" for rate in m["acceptance_per_position"])
+        drawn.add_row(
+            "plain" if m["method"] == "none" else NAMES[m["method"]],
+            str(m["k"]) if m["k"] else "-",
+            f"{m['acceptance_length']:.2f}" if m["drafts"] else "-",
+            f"{m['tokens_per_pass']:.2f}",
+            positions if m["drafts"] else "-",
+            f"{m['tokens_per_second']:.1f}",
+            f"{m['itl_ms']:.1f}",
+            f"{m['speedup']:.2f}x",
+            f"{m['lossless']:.1%}",
+        )
+    return drawn
+
+
+def write(report: dict[str, Any], run_dir: Path) -> None:
+    """Writes run_dir/eval/report.json and report.html, each atomically, and prints headline and table."""
+    folder = run_dir / "eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "provenance.json"
+    provenance = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    report = report | {"headline": headline(report), "provenance": provenance}
+    texts = {"advice": advice(report), "comparison": comparison(report)}
+    for name, text in (
+        ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
+        ("report.html", page(report, texts, history(run_dir))),
+    ):
+        temporary = folder / f".{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / name)
+    console = Console()
+    console.print(headline(report), markup=False)
+    console.print(table(report))
+    console.print(f"{texts['comparison']}\n{texts['advice']}\n{folder / 'report.html'}", markup=False)

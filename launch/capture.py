@@ -1,0 +1,36 @@
+"""The target's answers -> its hidden states: `python launch/capture.py conf=<name>`. Says the bytes first; resumable."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from data.engine import capture, engine_identity  # noqa: E402
+from data.identity import check_responses, identity  # noqa: E402
+from data.target import resolve, spec  # noqa: E402
+from heads import build  # noqa: E402
+from train.config import RunConfig, main  # noqa: E402
+
+
+def run(cfg: RunConfig) -> None:
+    target_dir = resolve(cfg.target, ROOT)
+    target, maker = spec(target_dir), identity(target_dir, cfg.target)
+    with torch.device("meta"):
+        head = build(cfg.head, target)
+    taps, last = tuple(sorted(set(head.taps))), head.needs_last
+    manifest = {**maker, "taps": list(taps), "hidden_size": target.hidden_size, "last": last}
+    manifest |= {"dtype": cfg.data.states_dtype, "engine": engine_identity()}
+    answers = {split: Path(cfg.data.responses) / f"{split}.jsonl" for split in ("train", "heldout")}
+    for path in answers.values():
+        check_responses(path, maker)
+    for split, path in answers.items():
+        settings = {"target_dir": target_dir, "target_cfg": cfg.target, "taps": taps, "last": last, "manifest": manifest}
+        settings |= {"max_length": cfg.data.max_length, "cap_gb": cfg.data.max_store_gb}
+        capture(responses=path, store_dir=Path(cfg.data.store) / split, **settings)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,34 @@
+"""The newest checkpoint of a run as a folder that vLLM loads: python launch/export.py conf=<name>. Writes <run_dir>/export/vllm."""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from data.errors import UserError  # noqa: E402
+from data.target import resolve  # noqa: E402
+from eval.export import check_fingerprint, export_head, trained_head  # noqa: E402
+from train.checkpoint import latest, load_head  # noqa: E402
+from train.config import RunConfig, main  # noqa: E402
+
+
+def export(cfg: RunConfig) -> None:
+    run_dir = Path(cfg.run_dir)
+    step = latest(run_dir)
+    if step is None:
+        raise UserError(f"{run_dir}: no checkpoint yet; train first with `python launch/train.py conf=<name>`")
+    provenance = json.loads((run_dir / "provenance.json").read_text(encoding="utf-8")) | {"checkpoint": step.name}
+    target_dir = resolve(cfg.target, ROOT)
+    check_fingerprint(provenance["target"]["fingerprint"], target_dir)
+    head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")
+    about = {"dtype": getattr(torch, cfg.target.dtype), "head_cfg": cfg.head, "k": cfg.eval.k, "provenance": provenance}
+    out = export_head(head, head.frozen, target_dir, run_dir / "export" / "vllm", **about)
+    print(f"export: {step.name} -> {out}")
+
+
+if __name__ == "__main__":
+    main(export)

@@ -1,0 +1,40 @@
+"""python launch/run.py conf=<name> [overrides]: every stage of a run in order. Each skips what it has done, so a second call goes on."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from data.target import spec_from_config
+from train import plan
+from train.config import ROOT, RunConfig, main
+
+STAGES = ("respond", "capture", "train", "export", "evaluate")  # each its own process, so that its memory is given back
+
+
+def run(cfg: RunConfig) -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    gpus = max(torch.cuda.device_count(), 1)
+    plan.show(plan.plan(cfg, spec_from_config(cfg.target), gpus))
+    for stage in () if cfg.dry_run else STAGES:
+        starter = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split() if stage == "train" and gpus > 1 else []
+        words = [*starter, os.path.relpath(ROOT / "launch" / f"{stage}.py"), *sys.argv[1:]]
+        print(f"\n== {stage}: python {shlex.join(words)}", flush=True)
+        began, child = time.monotonic(), subprocess.Popen([sys.executable, *words])
+        for sign in (signal.SIGINT, signal.SIGTERM):  # the stage ends in its own way, then we do
+            signal.signal(sign, lambda number, _, child=child: child.send_signal(number))
+        code = child.wait()
+        print(f"== {stage}: {f'exit status {code}' if code else 'done'}, {time.monotonic() - began:.0f} s", flush=True)
+        if code:
+            sys.exit(abs(code))
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,36 @@
+"""Hidden states -> a trained head: `torchrun launch/train.py conf=<name>`. Goes on from the latest checkpoint of runs/<name>."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from data.target import resolve, spec, spec_from_config  # noqa: E402
+from heads import build  # noqa: E402
+from train import dist, plan, setup  # noqa: E402
+from train.config import RunConfig, main  # noqa: E402
+from train.engine import Engine  # noqa: E402
+from train.loop import fit  # noqa: E402
+
+
+def run(cfg: RunConfig) -> None:
+    if dist.rank() == 0:
+        plan.show(plan.plan(cfg, spec_from_config(cfg.target), dist.world()))
+    if cfg.dry_run:
+        return
+    plan.require_inputs(cfg)
+    dist.start(cfg.train.threads)
+    target_dir = dist.rank0_first(lambda: resolve(cfg.target, ROOT))
+    torch.manual_seed(cfg.train.seed)
+    head = build(cfg.head, spec(target_dir))
+    store, heldout = (setup.open_store(cfg, head, target_dir, split) for split in ("train", "heldout"))
+    setup.equip(cfg, head, target_dir, store)
+    fit(cfg, Engine(head, cfg), setup.open_batches(cfg, head, store), setup.open_batches(cfg, head, heldout))
+    dist.stop()
+
+
+if __name__ == "__main__":
+    main(run)

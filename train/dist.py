@@ -1,0 +1,85 @@
+"""Rank, world and the few collectives the loop needs. Works under torchrun and in a single plain process.
+
+Every reduction here runs on CPU tensors through gloo: the counts of a step come from masks that are still on the CPU, so
+agreeing on them never waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def start(threads: int | None = None) -> None:
+    """Joins the process group once. Without torchrun this process is a world of one, and no port is opened for it."""
+    alone = "RANK" not in os.environ
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(key, value)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(device())
+    if not torch_dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if alone:
+            torch_dist.init_process_group(backend, store=torch_dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            torch_dist.init_process_group(backend)
+
+
+def stop() -> None:
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def barrier() -> None:
+    all_sum(torch.zeros(1))
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """The sum of a CPU tensor over all ranks, in place."""
+    torch_dist.all_reduce(x)
+    return x
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` holds on at least one rank."""
+    return bool(all_sum(torch.tensor([float(flag)])).item())
+
+
+def broadcast(x: Tensor) -> Tensor:
+    """Rank 0's CPU tensor on every rank, in place."""
+    torch_dist.broadcast(x, src=0)
+    return x
+
+
+def rank0_first(work: Callable[[], Result]) -> Result:
+    """Runs `work` on rank 0 alone, then on the others, which find what rank 0 left on disk."""
+    if rank() == 0:
+        result = work()
+        barrier()
+        return result
+    barrier()
+    return work()

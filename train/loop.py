@@ -1,0 +1,93 @@
+"""The training loop: one for every head. A step is a pure function of the config, the step's number and the state before it.
+
+Shape suffixes: K depths.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.batch import Batches
+from data.errors import UserError
+from heads.base import Batch
+from train import checkpoint, dist
+from train.config import RunConfig
+from train.engine import Engine
+from train.log import Clock, Log, Meter, summary
+from train.optim import lr_at
+
+
+def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> dict[str, Any]:
+    """Trains from the latest checkpoint in cfg.run_dir, or from the start, to cfg.train.steps. Returns the last held-out record.
+
+    Raises UserError where the loss or its gradient is not finite, before that step changes anything.
+    """
+    every, run_dir = cfg.train, Path(cfg.run_dir)
+    first = checkpoint.resume(run_dir, engine, cfg)
+    checkpoint.write_provenance(run_dir, cfg, first, batches.store.manifest["target"])
+    last_val: dict[str, Any] = {}
+    meter, clock = Meter(), Clock(first, every.steps)
+    with Log(cfg, first) as log, closing(batches.prefetch(first, every.steps, every.accum)) as stream:
+        if first:
+            log.say(f"going on after step {first} of {run_dir}")
+        for step, micros in enumerate(stream, start=first):
+            take_step(cfg, engine, step, micros, batches, meter)
+            clock.tokens += sum(len(batch.token_ids_T) for batch in micros)
+
+            # ---- once in a while; `done` counts finished steps
+            done = step + 1
+            log.step(done)
+            if (done % every.log_every == 0 or done == every.steps) and meter.pairs:
+                record = summary(meter.means(), engine.head.depth_weights)
+                record |= {"lr": lr_at(step, every.steps, cfg.optim), "grad_norm": float(engine.grad_norm)}
+                log.write("train", done, record | clock.read(done, batches.waited))
+            if done % every.val_every == 0 or done == every.steps:
+                last_val = validate(cfg, engine, heldout, like=micros[0])
+                log.write("val", done, last_val)
+            if done % every.save_every == 0 or done == every.steps:
+                log.say(f"saved {checkpoint.save(run_dir, done, engine, cfg)}")
+    return last_val
+
+
+def take_step(cfg: RunConfig, engine: Engine, step: int, micros: list[Batch], batches: Batches, meter: Meter) -> None:
+    """One optimizer step over this rank's micro-batches."""
+    total_K = dist.all_sum(torch.stack([engine.head.count(batch) for batch in micros]).sum(dim=0))
+    if not total_K.any():  # nothing supervised on any rank: no loss, no step
+        return
+    engine.set_lr(lr_at(step, cfg.train.steps, cfg.optim))
+    for m, batch in enumerate(micros):
+        seed_of(cfg.train.seed, step, m * dist.world() + dist.rank())
+        meter.add(engine.backward(batch, total_K))
+    if engine.skipped:
+        ids = batches.sequences(step, cfg.train.accum)
+        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        raise UserError(
+            f"step {step + 1}: the loss or its gradient is not finite; the step was not taken. It read {shown} of {batches.store.folder}. "
+            "Lower optim.lr or optim.clip, or look at these sequences; the last checkpoint is intact"
+        )
+
+
+def seed_of(seed: int, step: int, micro: int) -> None:
+    """Seeds the random numbers of one micro-batch (numbered over all ranks): they are the same after a resume, and for any split."""
+    mixed = random.Random(f"{seed}/{step}/{micro}").getrandbits(63)
+    torch.manual_seed(mixed)
+
+
+@torch.no_grad()
+def validate(cfg: RunConfig, engine: Engine, heldout: Batches, like: Batch) -> dict[str, Any]:
+    """The held-out store through the head once: pooled loss, `hit` and `accept` per depth, acceptance length.
+
+    `like`: any batch; it tells a rank that has no held-out batch which sums the others bring.
+    """
+    meter = Meter()
+    with engine.evaluation():
+        seed_of(cfg.train.seed, 0, 0)
+        for batch in heldout.validation():
+            meter.add(engine.head.loss(batch.to(engine.device, engine.dtype)))
+        empty = None if meter.pairs else engine.head.loss(like.to(engine.device, engine.dtype))
+    return summary(meter.means(empty), engine.head.depth_weights)

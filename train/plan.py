@@ -1,0 +1,271 @@
+"""What a run will take, before it takes it: parameters, memory per GPU, disk, steps; and which inputs are still to be made.
+
+Needs no GPU, no weights and no network: the head is built on the `meta` device from the target's dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import heads
+from data.errors import UserError
+from data.manifest import plan_bytes
+from data.prompts import read_jsonl_tolerant, read_prompts, select
+from heads.base import DraftHead, TargetSpec
+from heads.layers import Attention
+from train.config import ROOT, RunConfig
+
+SPLITS = ("train", "heldout")
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+PEAK, REACHED = 989e12, 0.4  # bf16 FLOP/s of one H100 SXM, and the share of it that hours are reckoned with
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of the answers of one split. source: "store" (counted), "answers" (from their mean length) or "bound" (at most so many)."""
+
+    total: int
+    supervised: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes are per GPU in `memory`, for all splits in `store_bytes`; `tokens` None: the conf does not bound the prompts."""
+
+    name: str
+    head: str
+    head_parameters: int
+    frozen_parameters: int
+    world: int
+    stage: int
+    memory: dict[str, int]
+    tokens: Tokens | None
+    store_bytes: int | None
+    max_store_gb: float
+    steps: int
+    tokens_per_step: int
+    flops: float
+    missing: list[str]  # inputs of the training that are not there
+
+    @property
+    def hours(self) -> float:
+        return self.flops / (self.world * PEAK * REACHED) / 3600
+
+
+def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
+    """The plan of `cfg` on `world` GPUs. Raises UserError where the head's section does not build for this target."""
+    head = build_on_meta(cfg, spec)
+    counts = {split: count_tokens(cfg, split) for split in SPLITS}
+    sizes = [store_size(cfg, head, spec, tokens) for tokens in counts.values()]
+    per_step = cfg.train.micro_tokens * cfg.train.accum * world
+    trained = sum(p.numel() for p in head.parameters())
+    return Plan(
+        name=cfg.name,
+        head=str(cfg.head["_target_"]).removeprefix("heads."),
+        head_parameters=trained,
+        frozen_parameters=_frozen_parameters(spec),
+        world=world,
+        stage=int(cfg.zero["stage"]),
+        memory=memory(cfg, head, spec, world),
+        tokens=counts["train"],
+        store_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
+        max_store_gb=cfg.data.max_store_gb,
+        steps=cfg.train.steps,
+        tokens_per_step=per_step,
+        flops=cfg.train.steps * per_step * flops_per_token(head, spec, cfg.data.max_length),
+        missing=missing_inputs(cfg),
+    )
+
+
+def build_on_meta(cfg: RunConfig, spec: TargetSpec) -> DraftHead:
+    try:
+        with torch.device("meta"):
+            return heads.build(cfg.head, spec)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"head: {error}") from error
+
+
+def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dict[str, int]:
+    """Bytes on one GPU by part; P trained parameters, b bytes of the compute dtype, w = world.
+
+    ZeRO (Rajbhandari et al. 2020, figure 1) with float32 masters and float32 gradient sums:
+      weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w.
+    Activations kept for the backward pass, per token, depth and decoder block (N query heads and G key/value heads of size H, inner
+    width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and after rotation, attention output
+    2 (N + 2 G) H + N H; gate, up, SiLU and product 4 I; per depth besides, the lm_head's input and its gradient 2 D. All times b.
+    Loss, one chunk of C label positions: teacher's probabilities in float32 and both sets of logits, C U (4 + 2 b).
+    Allocator overhead and communication buffers are left out.
+    """
+    P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], cfg.train.micro_tokens
+    D, V, stage = spec.hidden_size, spec.vocab_size, int(cfg.zero["stage"])
+    U = head.draft_vocab_size or V
+    blocks = sum(isinstance(module, Attention) for module in head.modules())
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    block = 10 * D + 2 * (q + 2 * kv) + q + 4 * spec.intermediate_size
+    chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
+    gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
+    return {
+        "head weights": P * b // (world if stage == 3 else 1),
+        "float32 masters": 4 * P // world,
+        "Adam moments": 8 * P // world,
+        "gradients": 4 * P // (world if stage >= 2 else 1),
+        "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * D) * b,
+        "activations": T * head.depths * (blocks * block + 2 * D) * b,
+        "loss chunk": chunk * U * (4 + 2 * b),
+        "hidden states of a batch": T * D * (len(head.taps) + 1) * b,
+    }
+
+
+def _frozen_parameters(spec: TargetSpec) -> int:
+    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2) + spec.hidden_size
+
+
+def flops_per_token(head: DraftHead, spec: TargetSpec, length: int) -> float:
+    """Floating-point operations of one training token, every position supervised: an upper bound for data with prompts.
+
+    2 per parameter and depth forward and 4 backward, for all matrices but a trained lm_head; attention scores and values over
+    half of `length` on average; lm_head over U: teacher 2 D U once, per depth forward and input gradient 4 D U, and where it is
+    trained the recomputation and weight gradient 4 D U more.
+    """
+    D, U = spec.hidden_size, head.draft_vocab_size or spec.vocab_size
+    parameters = {name: p.numel() for name, p in head.named_parameters() if p.dim() > 1}
+    trained_head = parameters.pop("lm_head.weight", 0)
+    blocks = sum(isinstance(module, Attention) for module in head.modules())
+    attention = 12 * blocks * spec.num_heads * spec.head_dim * (length / 2)
+    return 2 * D * U + head.depths * (6 * sum(parameters.values()) + attention + (8 if trained_head else 4) * D * U)
+
+
+def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
+    """From the store where it is finished, else from the answers there are so far, else the most that the conf allows."""
+    manifest = _closed_manifest(cfg, split)
+    if manifest is not None:
+        return Tokens(manifest["tokens"], manifest["supervised_tokens"], "store")
+    prompts = _count_prompts(cfg, split)
+    wanted = None if prompts is None else prompts * (cfg.data.sampling.samples if split == "train" else 1)
+    longest = min(cfg.data.max_length, cfg.target.max_model_len)
+    answers = Path(cfg.data.responses) / f"{split}.jsonl"
+    records = read_jsonl_tolerant(answers)[0] if answers.is_file() else []
+    if records:
+        total = sum(min(len(r["prompt_ids"]) + len(r["response_ids"]), longest) for r in records)
+        supervised = total - sum(min(len(r["prompt_ids"]), longest) for r in records)
+        share = max(wanted or 0, len(records)) / len(records)
+        return Tokens(round(total * share), round(supervised * share), "answers")
+    if wanted is None:
+        return None
+    return Tokens(wanted * longest, wanted * min(cfg.data.sampling.max_tokens, longest), "bound")
+
+
+def _count_prompts(cfg: RunConfig, split: str) -> int | None:
+    limit = cfg.data.limit if split == "train" else cfg.data.heldout_limit
+    if limit is not None:
+        return limit
+    if any(source.startswith("hf:") for source in cfg.data.prompts):
+        return None  # its size is known only once it is downloaded
+    return len(select(read_prompts(cfg.data.prompts, None, ROOT), split, None))
+
+
+def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
+    if tokens is None:
+        return None
+    itemsize = ITEMSIZE[cfg.data.states_dtype]
+    return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, itemsize)
+
+
+def _closed_manifest(cfg: RunConfig, split: str) -> dict | None:
+    """The manifest of a finished store, else None; what is wrong with a broken one is for the stage that opens it to say."""
+    path = Path(cfg.data.store) / split / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if manifest.get("closed") else None
+
+
+def missing_inputs(cfg: RunConfig) -> list[str]:
+    return [f"{cfg.data.store}/{split} (hidden states)" for split in SPLITS if _closed_manifest(cfg, split) is None]
+
+
+def next_commands(cfg: RunConfig) -> list[str]:
+    """The commands that make what is missing, in order, with the overrides of this command line, for the present directory."""
+    stages = ["capture"]
+    if not all((Path(cfg.data.responses) / f"{split}.jsonl").is_file() for split in SPLITS):
+        stages.insert(0, "respond")
+    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith(("dry_run=", "gpus="))]
+    words = given if any(word.startswith("conf=") for word in given) else [f"conf={cfg.name}"]
+    return [shlex.join(["python", os.path.relpath(ROOT / "launch" / f"{stage}.py"), *words]) for stage in stages]
+
+
+def require_inputs(cfg: RunConfig) -> None:
+    """Refuses to train without the hidden states, naming the commands that make them."""
+    missing = missing_inputs(cfg)
+    if missing:
+        raise UserError(f"missing: {', '.join(missing)}. Make it with: {' && '.join(next_commands(cfg))}")
+
+
+def show(found: Plan) -> None:
+    """Prints the plan as a table."""
+    Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(render(found))
+
+
+def render(found: Plan) -> Table:
+    table = Table(title=f"plan of {found.name} on {found.world} GPU{'s' if found.world > 1 else ''}", title_justify="left")
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    table.add_column("how it is reckoned")
+    rows: list[tuple[str, str, str]] = [
+        ("head", f"{found.head_parameters / 1e6:,.1f} M", f"{found.head}, trained parameters"),
+        ("frozen", f"{found.frozen_parameters / 1e6:,.1f} M", "embedding, lm_head and final norm of the target"),
+    ]
+    rows += [(part, bytes_text(size), f"per GPU, ZeRO {found.stage}") for part, size in found.memory.items()]
+    rows += [("memory", bytes_text(sum(found.memory.values())), "per GPU, sum of the above; without allocator overhead")]
+    rows += _data_rows(found)
+    table_end = [
+        ("steps", f"{found.steps:,}", f"of up to {found.tokens_per_step:,} tokens{_epochs(found)}"),
+        (
+            "compute",
+            f"{found.flops:.2g} FLOP",
+            f"{time_text(found.hours)} on {found.world} x H100 at {REACHED:.0%} of peak, loading not counted",
+        ),
+    ]
+    for row in rows + table_end:
+        table.add_row(*row)
+    return table
+
+
+def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
+    if found.tokens is None or found.store_bytes is None:
+        return [("tokens", "unknown", "set data.limit and data.heldout_limit to bound them")]
+    how = {"store": "counted in the store", "answers": "from the answers there are", "bound": "at most: every answer at its limit"}
+    fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
+    return [
+        ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
+        ("store on disk", bytes_text(found.store_bytes), f"hidden states, training and held-out{fits}"),
+    ]
+
+
+def _epochs(found: Plan) -> str:
+    if not found.tokens or not found.tokens.total:
+        return ""
+    epochs = found.steps * found.tokens_per_step / found.tokens.total
+    return f": {'at least ' if found.tokens.source == 'bound' else ''}{epochs:.1f} epochs"
+
+
+def bytes_text(size: int) -> str:
+    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= one:
+            return f"{size / one:,.2f} {unit}"
+    return f"{size / 1e3:,.1f} kB"
+
+
+def time_text(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.1f} min" if hours * 60 >= 1 else f"{hours * 3600:,.1f} s"

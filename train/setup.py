@@ -1,0 +1,68 @@
+"""From files to what the loop takes: stores that fit the run, their batches, and a head with its frozen parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from data.batch import Batches
+from data.identity import tokenizer_hash
+from data.store import Store, check_compatible
+from data.target import fingerprint, frozen
+from data.vocab import count_supervised, coverage, draft_vocab
+from heads.base import DraftHead
+from train import checkpoint, dist
+from train.config import RunConfig
+
+
+def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) -> Store:
+    """The hidden states of a split. Raises UserError where there are none, or those of another target, tokenizer or set of taps."""
+    store = Store(Path(cfg.data.store) / split)
+    check_compatible(
+        store.manifest,
+        fingerprint=fingerprint(target_dir),
+        taps=head.taps,
+        needs_last=head.needs_last,
+        tokenizer_hash=tokenizer_hash(target_dir),
+    )
+    return store
+
+
+def open_batches(cfg: RunConfig, head: DraftHead, store: Store) -> Batches:
+    train = cfg.train
+    found = Batches(store, head.taps, train.micro_tokens, train.seed, dist.rank(), dist.world(), cfg.data.max_length)
+    say(f"{store.folder.name}: {len(store)} sequences, {store.manifest['supervised_tokens']:,} supervised tokens")
+    if found.cut or found.skipped:
+        say(f"  data.max_length={cfg.data.max_length}: {found.cut} cut, {found.skipped} left out for want of a supervised token")
+    return found
+
+
+def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Store) -> None:
+    """Moves the head to its device and gives it its draft vocabulary, the target's frozen parts, and its first weights."""
+    head.to(dist.device())
+    if head.draft_vocab_size is not None:
+        head.set_draft_vocab(_draft_ids(cfg, head, store))
+    parts = frozen(target_dir, getattr(torch, cfg.train.dtype), dist.device())
+    head.attach(parts)
+    if checkpoint.latest(Path(cfg.run_dir)) is None:
+        head.start_from(parts)
+
+
+def _draft_ids(cfg: RunConfig, head: DraftHead, store: Store) -> torch.Tensor:
+    """The ids of the run's own checkpoint; before there is one, the most frequent labels of the store, counted on rank 0."""
+    assert head.draft_vocab_size is not None
+    saved = checkpoint.latest(Path(cfg.run_dir))
+    if saved is not None:
+        return checkpoint.load_head(saved)["draft_ids_U"]
+    ids_U = torch.zeros(head.draft_vocab_size, dtype=torch.int64)
+    if dist.rank() == 0:
+        counts_V = count_supervised(store, head.target.vocab_size)
+        ids_U = draft_vocab(counts_V, head.draft_vocab_size)
+        say(f"draft vocabulary: {len(ids_U):,} of {len(counts_V):,} tokens, {coverage(counts_V, ids_U):.2%} of the supervised ones")
+    return dist.broadcast(ids_U)
+
+
+def say(text: str) -> None:
+    if dist.rank() == 0:
+        print(text, flush=True)
