@@ -182,5 +182,5 @@ def _dead(label: str, code: int, log: Path) -> UserError:
     if code == -9 or "out of memory" in last.lower() or "No available memory for the cache" in last:
         mend = "it lacked memory: lower data.batch_size, data.max_length or target.max_model_len"
     else:
-        mend = "VLLM_LOGGING_LEVEL=INFO shows what it does; running the same command again goes on from here"
+        mend = "VLLM_LOGGING_LEVEL=INFO shows what it does"
     return UserError(f"{label}: the engine stopped with exit code {code}; {mend}. Its last lines, all of them in {log}:\n{last}")

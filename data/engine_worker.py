@@ -229,7 +229,8 @@ def pooled(outputs: list[dict[str, Any]], k: int) -> dict[str, Any]:
 def generate(job: dict[str, Any]) -> dict[str, Any]:
     """Answers job items (id, prompt_ids, max_tokens) with or without speculation, and measures. Two warm-up requests do not count."""
     speculative = job["speculative"]
-    llm = start(job, speculative_config=speculative, hf_overrides=job["hf_overrides"], per_request_spec_decode_metrics="summary")
+    count = "summary" if speculative else "none"
+    llm = start(job, speculative_config=speculative, hf_overrides=job["hf_overrides"] or {}, per_request_spec_decode_metrics=count)
     wanted = list(items(job))
 
     def asks(chosen: list[dict[str, Any]], limit: int, prefix: str) -> Iterator[Ask]:

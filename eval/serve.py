@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -48,9 +49,9 @@ def speculation(method: str, k: int, export_dir: Path) -> tuple[dict[str, Any] |
 
 def command(target_dir: Path, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> str:
     """The shell command that serves the target with a method."""
-    parts = [f"vllm serve {target_dir}"]
-    parts += [f"--speculative-config '{json.dumps(speculative)}'"] if speculative else []
-    parts += [f"--hf-overrides '{json.dumps(overrides)}'"] if overrides else []
+    parts = [f"vllm serve {shlex.quote(str(target_dir))}"]
+    parts += [f"--speculative-config {shlex.quote(json.dumps(speculative))}"] if speculative else []
+    parts += [f"--hf-overrides {shlex.quote(json.dumps(overrides))}"] if overrides else []
     return " \\\n  ".join(parts)
 
 

@@ -28,8 +28,8 @@ def test_greedy_acceptance_ends_at_the_first_difference_and_at_the_known_truth(d
 
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    p_k1V = (2 * torch.randn(3, 6, generator=generator)).softmax(-1).double()
-    q_kV = (2 * torch.randn(2, 6, generator=generator)).softmax(-1).double()
+    p_k1V = torch.randn(3, 6, generator=generator).softmax(-1).double()
+    q_kV = torch.randn(2, 6, generator=generator).softmax(-1).double()
     return p_k1V, q_kV
 
 

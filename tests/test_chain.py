@@ -69,10 +69,10 @@ def test_chain_counts_what_the_engine_counts(k, max_tokens):
 def test_without_the_continuation_the_engine_lies_within_the_unjudged_drafts(max_tokens):
     doubtful = 0
     for seed in range(30):
-        prompt = [random.Random(seed).randrange(V) for _ in range(5)]
+        prompt = [random.Random(seed).randrange(V) for _ in range(4 + seed % 7)]
         text = write_on(prompt, max_tokens)
-        found, engine = chain(all_drafts(text, K), text, 5), simulate_engine(prompt, max_tokens, K)
-        unknown = unjudged(found, K, 5, len(text))
+        found, engine = chain(all_drafts(text, K), text, len(prompt)), simulate_engine(prompt, max_tokens, K)
+        unknown = unjudged(found, K, len(prompt), len(text))
         assert found[:-1] == engine[:-1]
         assert found[-1] <= engine[-1] <= found[-1] + unknown
         doubtful += unknown > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -281,7 +280,7 @@ def kill_when(call: str, ready: Any, running: Any) -> None:
 
 @pytest.mark.slow
 def test_a_killed_respond_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
-    out, n = tmp_path / "train.jsonl", 300
+    out, n = tmp_path / "train.jsonl", 100
     call = f"t.answer(Path({str(target)!r}), Path({str(out)!r}), t.prompts({n}), samples=1)"
 
     def lines() -> int:
@@ -298,9 +297,9 @@ def test_a_killed_respond_goes_on_where_it_was(target: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_killed_capture_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
-    responses, store, n = write_responses(tmp_path / "train.jsonl", 300, 10, 60), tmp_path / "store", 300
+    responses, store, n = write_responses(tmp_path / "train.jsonl", 160, 10, 60), tmp_path / "store", 160
     call = f"t.take(Path({str(target)!r}), Path({str(responses)!r}), Path({str(store)!r}), in_flight=2, shard_tokens=1000)"
-    kill_when(call, lambda: len(list(store.glob("shard-*.safetensors"))) >= 2, lambda: len(list(store.glob("shard-*.safetensors"))) < 20)
+    kill_when(call, lambda: len(list(store.glob("shard-*.safetensors"))) >= 2, lambda: len(list(store.glob("shard-*.safetensors"))) < 10)
     kept = {path.name: path.stat().st_mtime_ns for path in store.glob("shard-*.safetensors")}
     listed = {shard["file"] for shard in json.loads((store / "manifest.json").read_text())["shards"]}
     take(target, responses, store, shard_tokens=1000)
@@ -308,4 +307,4 @@ def test_a_killed_capture_goes_on_where_it_was(target: Path, tmp_path: Path) -> 
         assert (store / name).stat().st_mtime_ns == kept[name]  # not captured again
     opened = Store(store, verify=True)
     assert sorted(opened.ids) == sorted(f"r{i}#0" for i in range(n)) and opened.manifest["closed"]
-    assert os.listdir(store).count("manifest.json") == 1 and not list(store.glob("*.tmp"))
+    assert not list(store.glob("*.tmp"))

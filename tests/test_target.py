@@ -13,7 +13,7 @@ from data import builtin
 from data.errors import UserError
 from data.target import final_norm, fingerprint, frozen, resolve, spec, spec_from_config
 from heads.base import TargetSpec
-from train.config import TargetConfig
+from train.config import TargetConfig, load
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2_llamacpp.json").read_text(encoding="utf-8"))
 # llama.cpp multiplies in 8-bit blocks, we in float32 from bf16-rounded weights: where the two best logits are closer than this, either
@@ -24,7 +24,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    return resolve(TargetConfig(model="builtin:smollm2"), tmp_path_factory.mktemp("root"))
+    return resolve(load(["conf=smollm_mtp"]).target, tmp_path_factory.mktemp("root"))  # compares the dimensions of the conf, too
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
     fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"hidden states, training and held-out{fits}"),
+        ("store on disk", bytes_text(found.store_bytes), f"train and heldout{fits}"),
     ]
 
 

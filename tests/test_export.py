@@ -1,0 +1,189 @@
+"""An export holds every tensor under the engine's name, replaces the old one whole, and each silent fault of the engine is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.builtin import build_tiny
+from data.errors import UserError
+from data.target import fingerprint, frozen, spec
+from eval.export import check_fingerprint, export_head, read_export, trained_head, validate_export
+from heads import build
+
+EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
+REDUCED = EAGLE3 | {"draft_vocab_size": 200}
+MTP = {"_target_": "heads.mtp.MTP"}
+NO_NORMS = MTP | {"norms": False}
+HEADS = {
+    "eagle3": EAGLE3,
+    "reduced": REDUCED,
+    "two_taps": EAGLE3 | {"taps": [1, 2], "fc_norm": True, "num_layers": 2},
+    "mtp": MTP,
+    "eagle": NO_NORMS,
+}
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("target") / "tiny")
+
+
+def made(conf: dict[str, Any], target_dir: Path):
+    torch.manual_seed(0)
+    head = build(conf, spec(target_dir))
+    if head.get_buffer("draft_ids_U") is not None:
+        head.set_draft_vocab(torch.arange(10, 410, 2))
+    return head
+
+
+def export(conf: dict[str, Any], target_dir: Path, out: Path, dtype: torch.dtype = torch.float32) -> Path:
+    parts = frozen(target_dir, torch.float32, "cpu")
+    return export_head(made(conf, target_dir), parts, target_dir, out, dtype=dtype, head_cfg=conf, k=3, provenance={"commit": "abc"})
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_arrives_under_its_engine_name(name, dtype, target_dir, tmp_path):
+    head = made(HEADS[name], target_dir)
+    out = export(HEADS[name], target_dir, tmp_path / "out", dtype)
+    head.attach(frozen(target_dir, torch.float32, "cpu"))
+    described = head.export()
+    stored = load_file(out / "model.safetensors")
+    assert set(stored) == set(described.names.values()) | set(described.extra)
+    assert {ours for ours, _ in head.named_parameters()} == set(described.names)
+    for ours, theirs in described.names.items():
+        assert torch.equal(stored[theirs], head.state_dict()[ours].to(dtype)), theirs
+    assert not any("embed_tokens" in theirs for theirs in stored), "the embedding is the target's"
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.") and None not in config.values()
+    validate_export(out, spec(target_dir))
+
+
+def test_what_it_is_and_how_to_serve_it_stand_beside_the_weights(target_dir, tmp_path):
+    about = read_export(export(MTP, target_dir, tmp_path / "out"))
+    assert about["head"] == MTP and about["provenance"] == {"commit": "abc"} and about["target_fingerprint"] == fingerprint(target_dir)
+    assert about["serving"] == {"method": "mtp", "num_speculative_tokens": 3, "target_hf_overrides": {"num_nextn_predict_layers": 1}}
+
+
+def test_the_map_of_a_reduced_vocabulary_holds_offsets(target_dir, tmp_path):
+    offsets = load_file(export(REDUCED, target_dir, tmp_path / "out") / "model.safetensors")["d2t"]
+    assert torch.equal(offsets + torch.arange(200), torch.arange(10, 410, 2))
+
+
+def test_a_new_export_replaces_the_old_one_and_leaves_nothing_else(target_dir, tmp_path):
+    out = export(EAGLE3, target_dir, tmp_path / "out")
+    (out / "stray.safetensors").write_bytes(b"")
+    export(MTP, target_dir, out)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "draftsmith.json", "model.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_export_keeps_the_old_one(target_dir, tmp_path):
+    out = export(MTP, target_dir, tmp_path / "out")
+    head = made(MTP, target_dir)
+    torch.nn.init.constant_(head.input_proj.weight, float("nan"))
+    with pytest.raises(UserError, match="input_proj.*NaN"):
+        export_head(head, frozen(target_dir, torch.float32, "cpu"), target_dir, out, dtype=torch.float32, head_cfg=MTP, k=3, provenance={})
+    validate_export(out, spec(target_dir))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_target_is_refused(target_dir, tmp_path):
+    check_fingerprint(fingerprint(target_dir), target_dir)
+    with pytest.raises(UserError, match="trained on a target with fingerprint 0123.*target.model"):
+        check_fingerprint("0123", target_dir)
+
+
+def test_a_checkpoint_of_another_head_section_is_refused(target_dir):
+    state = made(MTP, target_dir).state_dict()
+    assert trained_head(MTP, target_dir, state, torch.float32, "cpu").frozen.embed_VD.shape == (512, 64)
+    with pytest.raises(UserError, match="does not fit the conf's head section"):
+        trained_head(NO_NORMS, target_dir, state, torch.float32, "cpu")
+
+
+Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+
+
+def drop(name: str) -> Edit:
+    return lambda config, tensors: tensors.pop(name)
+
+
+def put(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Edit:
+    return lambda config, tensors: tensors.update({name: make(tensors)})
+
+
+def unset(key: str) -> Edit:
+    return lambda config, tensors: config.pop(key)
+
+
+def setting(**values: Any) -> Edit:
+    return lambda config, tensors: config.update(values)
+
+
+def no_taps(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    del config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Edit, str]] = {
+    "missing norm becomes ones": (EAGLE3, drop("norm.weight"), "missing tensor norm.weight"),
+    "reduced vocabulary without map": (REDUCED, drop("d2t"), "missing tensor d2t"),
+    "reduced vocabulary without lm_head": (REDUCED, drop("lm_head.weight"), "missing tensor lm_head.weight"),
+    "absolute ids in the map": (REDUCED, put("d2t", lambda t: t["d2t"] + torch.arange(200)), "must hold offsets"),
+    "map of another type": (REDUCED, put("d2t", lambda t: t["d2t"].int()), "not torch.int64"),
+    "map that repeats an id": (REDUCED, put("d2t", lambda t: t["d2t"] - (torch.arange(200) == 7) * 2), "does not ascend"),
+    "lm_head of another size": (REDUCED, put("lm_head.weight", lambda t: t["lm_head.weight"][:100].clone()), "lm_head.weight has shape"),
+    "bias that is dropped": (EAGLE3, put("fc.bias", lambda t: torch.zeros(64)), "fc.bias has no place"),
+    "ignored reverse map": (REDUCED, put("t2d", lambda t: torch.ones(512)), "t2d has no place"),
+    "other dtype": (EAGLE3, put("norm.weight", lambda t: t["norm.weight"].half()), "norm.weight is torch.float16"),
+    "infinite weight": (EAGLE3, put("norm.weight", lambda t: t["norm.weight"] / 0), "norm.weight holds NaN or Inf"),
+    "no layer ids": (EAGLE3, no_taps, "default layers"),
+    "layer ids out of order": (EAGLE3, setting(eagle_aux_hidden_state_layer_ids=[2, 1, 0]), "must ascend"),
+    "two taps, not announced": (HEADS["two_taps"], unset("num_aux_hidden_states"), "num_aux_hidden_states is not set"),
+    "switch lost": (EAGLE3, unset("norm_before_residual"), "norm_before_residual is not set"),
+    "switch turned on": (EAGLE3, setting(norm_before_fc=True), "missing tensor input_norm.weight|norm_before_fc"),
+    "rope lost": (EAGLE3, unset("rope_theta"), "no rope_theta"),
+    "epsilon lost": (MTP, unset("rms_norm_eps"), "rms_norm_eps is not set"),
+    "null": (MTP, setting(use_cache=None), "use_cache is null"),
+    "another vocabulary": (EAGLE3, setting(vocab_size=1000), "vocab_size is 1000"),
+    "module sized unlike the target": (MTP, setting(intermediate_size=96), "intermediate_size is 96"),
+    "missing bias": (MTP, drop("model.mtp_layers.0.self_attn.k_proj.bias"), "missing tensor .*k_proj.bias"),
+    "missing output norm": (MTP, drop("model.mtp_layers.0.final_layernorm.weight"), "missing tensor .*final_layernorm"),
+    "lm_head where none belongs": (NO_NORMS, put("lm_head.weight", lambda t: torch.ones(512, 64)), "lm_head.weight has no place"),
+    "first norm of EAGLE": (
+        NO_NORMS,
+        put("layers.0.input_layernorm.weight", lambda t: torch.ones(64)),
+        "layers.0.input_layernorm.weight has no place",
+    ),
+    "unknown architecture": (MTP, setting(architectures=["FooForCausalLM"]), "FooForCausalLM .* knows LlamaForCausalLMEagle3"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_the_engine_would_swallow_is_refused(fault, target_dir, tmp_path):
+    conf, edit, message = FAULTS[fault]
+    out = export(conf, target_dir, tmp_path / "out")
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    edit(config, tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        validate_export(out, spec(target_dir))
+
+
+def test_stray_weights_beside_the_export_are_refused(target_dir, tmp_path):
+    out = export(MTP, target_dir, tmp_path / "out")
+    save_file({"x": torch.ones(1)}, out / "more.safetensors")
+    with pytest.raises(UserError, match="unknown file more.safetensors"):
+        validate_export(out, spec(target_dir))
+
+
+def test_a_folder_that_is_no_export_names_the_command(target_dir, tmp_path):
+    with pytest.raises(UserError, match=r"launch/export.py"):
+        validate_export(tmp_path, spec(target_dir))

@@ -1,0 +1,126 @@
+"""The loop: the same numbers for any split of a step over ranks, accumulation and ZeRO stages; and what stops it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.batch import Batches
+from data.errors import UserError
+from data.store import Store
+from tests.toy import ROOT, ToyHead, make_config, make_store, read_metrics, train
+from train import checkpoint, dist
+from train.loop import seed_of
+
+GOLDEN = [float(line.split()[1]) for line in (ROOT / "tests/golden/toy_losses.txt").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("toy") / "store")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run_dir)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_process_gives_the_golden_losses(tmp_path: Path, store: Path, stage: int) -> None:
+    train(make_config(tmp_path, store, **{"train.accum": 2, "zero.stage": stage}))
+    assert losses(tmp_path) == pytest.approx(GOLDEN, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_golden_losses_resume_and_uneven_validation(tmp_path: Path, store: Path) -> None:
+    """One launch: ZeRO 1, 2, 3; a crash and its resume; a held-out set of one batch, which leaves a rank without any."""
+    jobs: list[dict] = [{"run_dir": f"stage{stage}", "set": {"zero.stage": stage}} for stage in (1, 2, 3)]
+    jobs += [{"run_dir": "broken", "set": {"zero.stage": 2}, "stop_before": 7, "error": "went away"}]
+    jobs += [{"run_dir": "broken", "set": {"zero.stage": 2}}]
+    jobs += [{"run_dir": "uneven", "set": {"zero.stage": 3, "train.micro_tokens": 2000, "train.steps": 2}}]
+    for job in jobs:
+        job |= {"run_dir": str(tmp_path / job["run_dir"]), "store": str(store)}
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(ROOT / "tests/toy.py"), str(tmp_path / "jobs.json")], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for stage in (1, 2, 3):
+        assert losses(tmp_path / f"stage{stage}") == pytest.approx(GOLDEN, rel=1e-6)
+    assert losses(tmp_path / "broken") == losses(tmp_path / "stage2")
+    whole, resumed = (checkpoint.load_head(tmp_path / name / "step-000010") for name in ("stage2", "broken"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    train(make_config(tmp_path / "alone", store, **{"train.micro_tokens": 2000, "train.accum": 2, "train.steps": 2}))
+    uneven, alone = (read_metrics(tmp_path / name, "val")[0] for name in ("uneven", "alone"))
+    assert uneven["loss_k"] == pytest.approx(alone["loss_k"], rel=1e-6) and uneven["accept_k"] == alone["accept_k"]
+
+
+def test_a_step_is_the_gradient_of_the_mean_over_all_its_micro_batches(tmp_path: Path, store: Path) -> None:
+    """Against plain autograd: sum_k weight_k * (all losses at depth k) / (all labels at depth k), whatever each micro-batch holds."""
+    cfg = make_config(tmp_path, store, **{"train.accum": 3, "train.steps": 1})
+    train(cfg)
+    torch.manual_seed(cfg.train.seed)
+    head = ToyHead()
+    micros = Batches(Store(store), (), cfg.train.micro_tokens, cfg.train.seed, 0, 1, 4096).step(0, 3)
+    outs = [(seed_of(cfg.train.seed, 0, m), head.loss(batch))[1] for m, batch in enumerate(micros)]
+    assert len({tuple(out.count_K.tolist()) for out in outs}) > 1, "micro-batches must differ in their counts"
+    mean_K = sum(out.loss_K for out in outs) / sum(out.count_K for out in outs)
+    loss = (mean_K * torch.tensor(head.depth_weights)).sum()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in head.parameters() if p.grad is not None]).norm()
+    record = read_metrics(tmp_path)[0]
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_training_learns_and_says_so(tmp_path: Path, store: Path) -> None:
+    last = train(make_config(tmp_path, store, **{"train.steps": 30, "train.val_every": 100, "train.save_every": 100}))
+    first = read_metrics(tmp_path)[0]
+    assert last["hit_k"][0] > 0.8 > 0.4 > first["hit_k"][0], "depth 0 is a function of the state"
+    assert last["hit_k"][1] < 0.4, "depth 1 is not"
+    assert last["acceptance_length"] == pytest.approx(1 + sum(last["accept_k"]))
+    assert {"lr", "grad_norm", "tokens_per_second", "data_wait", "seconds_left", "peak_memory_gb"} <= first.keys()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_masters_accumulate_updates_that_bf16_cannot_hold(tmp_path: Path, store: Path, stage: int) -> None:
+    """Steps of 1e-5 on norm weights of 1.0, where neighbouring bfloat16 numbers are 4e-3 apart."""
+    settings = {"train.dtype": "bfloat16", "zero.stage": stage, "optim.lr": 1e-5, "optim.schedule": "constant", "optim.warmup": 0.0}
+    train(make_config(tmp_path, store, **settings))
+    moved = (checkpoint.load_head(tmp_path / "step-000010")["norm.weight"] - 1).abs()
+    assert moved.max() > 5e-5 and moved.max() < 1.1e-4
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "float32")])
+def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path: Path, stage: int, dtype: str) -> None:
+    """The spoilt sequence is named, every earlier step counts, and no checkpoint holds a NaN."""
+    bad = make_store(tmp_path / "store", bad="s17")
+    cfg = make_config(tmp_path / "run", bad, **{"zero.stage": stage, "train.dtype": dtype, "train.save_every": 1, "train.val_every": 100})
+    data = Batches(Store(bad), (), cfg.train.micro_tokens, cfg.train.seed, 0, 1, 4096)
+    step = next(i for i in range(100) if "s17" in data.sequences(i, 1))
+    cfg.train.steps = step + 3
+    with pytest.raises(UserError, match=rf"step {step + 1}: the loss or its gradient is not finite.*\bs17\b"):
+        train(cfg)
+    saved = checkpoint.latest(tmp_path / "run")
+    assert (saved.name if saved else "step-000000") == f"step-{step:06d}"
+    assert saved is None or all(value.isfinite().all() for value in checkpoint.load_head(saved).values())
+
+
+def test_a_window_without_labels_is_passed_over(tmp_path: Path) -> None:
+    """A step whose sequences supervise nothing at any depth takes no step and stops nothing."""
+    dist.start(1)
+    folder = make_store(tmp_path / "store")
+    cfg = make_config(tmp_path / "run", folder, **{"train.steps": 4})
+
+    class Silent(ToyHead):
+        def count(self, batch: object) -> torch.Tensor:
+            return torch.zeros(2, dtype=torch.int64)
+
+    train(cfg, head=Silent())
+    assert losses(tmp_path / "run") == []
+    assert (tmp_path / "run/latest").read_text() == "step-000004\n"

@@ -1,0 +1,162 @@
+"""The plan of a run: its figures against what really is allocated and written, its sources, and what it says is missing."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import heads
+from data.errors import UserError
+from data.store import StoreWriter
+from data.target import spec_from_config
+from heads.base import Batch, Frozen
+from train import plan
+from train.config import load
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    return load(["conf=tiny_eagle3", f"data.responses={tmp_path}/responses", f"data.store={tmp_path}/store"])
+
+
+def planned(cfg, world=1):
+    return plan.plan(cfg, spec_from_config(cfg.target), world)
+
+
+def answers(folder, split, lengths):
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{split}.jsonl").open("w") as f:
+        for i, (prompt, response) in enumerate(lengths):
+            f.write(json.dumps({"id": f"{i}#0", "prompt_ids": [0] * prompt, "response_ids": [0] * response}) + "\n")
+
+
+def test_70b_is_planned_from_its_conf_alone():
+    found = planned(load(["conf=llama70b_mtp"]), world=8)
+    D, inner, kv = 8192, 28672, 1024
+    matrices = 2 * D * D + 2 * D * D + 2 * D * kv + 3 * D * inner  # input projection; q and o; k and v; MLP
+    assert found.head_parameters == matrices + 5 * D  # and the weights of five norms
+    assert found.frozen_parameters == 2 * 128256 * D + D
+    P = found.head_parameters
+    assert found.memory["float32 masters"] == 4 * P // 8 and found.memory["Adam moments"] == 8 * P // 8
+    assert found.memory["head weights"] == 2 * P
+    assert found.tokens is not None and found.tokens.source == "bound"
+    assert found.tokens_per_step == 8 * 8192
+
+
+@pytest.mark.parametrize(("stage", "split"), [(1, set()), (2, {"gradients"}), (3, {"gradients", "head weights"})])
+def test_zero_stages_split_what_they_say(cfg, stage, split):
+    cfg.zero = {"stage": stage}
+    one, four = planned(cfg, 1).memory, planned(cfg, 4).memory
+    smaller = {part for part in one if four[part] < one[part]}
+    assert smaller == {"float32 masters", "Adam moments"} | split
+
+
+@pytest.mark.parametrize("conf", ["tiny_eagle3", "tiny_mtp"])
+@pytest.mark.parametrize("size", [64, 256])
+def test_activations_are_about_what_autograd_keeps(conf, size):
+    """Within a third: the formula counts tensors, autograd's count depends on how each operation is written."""
+    cfg = load([f"conf={conf}"])
+    spec = replace(spec_from_config(cfg.target), hidden_size=size, num_heads=size // 32, intermediate_size=3 * size)
+    T, D, V = cfg.train.micro_tokens, size, spec.vocab_size
+    torch.manual_seed(0)
+    head = heads.build(cfg.head, spec)
+    head.attach(Frozen(torch.randn(V, D), torch.randn(V, D), torch.ones(D)))
+    offsets = torch.arange(0, T + 1, 64)  # short documents: attention keeps no score matrix in real training either
+    batch = Batch(torch.randint(0, V, (T,)), torch.ones(T, dtype=torch.bool), offsets, torch.randn(T, len(head.taps), D), torch.randn(T, D))
+    given = {
+        x.untyped_storage().data_ptr() for x in [*vars(batch).values(), *vars(head.frozen).values(), *head.parameters()] if x is not None
+    }
+    kept = {}
+
+    def keep(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)  # holding x keeps the address from being used again
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        head.loss(batch)
+    counted = sum(size for size, _ in kept.values())
+    assert plan.memory(cfg, head, spec, 1)["activations"] == pytest.approx(counted, rel=1 / 3)
+
+
+def test_tokens_are_bounded_then_reckoned_then_counted(cfg, tmp_path):
+    """24 training prompts of at most 256 tokens, of which at most 32 are an answer."""
+    assert plan.count_tokens(cfg, "train") == plan.Tokens(24 * 256, 24 * 32, "bound")
+    answers(tmp_path / "responses", "train", [(10, 20)] * 12)  # half of them: the rest is taken to be alike
+    assert plan.count_tokens(cfg, "train") == plan.Tokens(24 * 30, 24 * 20, "answers")
+    answers(tmp_path / "responses", "train", [(10, 20)] * 23 + [(250, 32)])
+    assert plan.count_tokens(cfg, "train") == plan.Tokens(23 * 30 + 256, 23 * 20 + 6, "answers")
+    write_store(tmp_path / "store" / "train", [5, 9])
+    assert plan.count_tokens(cfg, "train") == plan.Tokens(14, 12, "store")
+
+
+def test_prompts_without_a_limit_are_counted_where_they_are_local_and_unknown_where_not(cfg):
+    cfg.data.limit = None
+    known = plan.count_tokens(cfg, "train")
+    assert known is not None and known.total % 256 == 0 and known.total > 24 * 256
+    cfg.data.prompts = ["hf:someone/something"]
+    assert plan.count_tokens(cfg, "train") is None
+    assert planned(cfg).store_bytes is None
+
+
+def write_store(folder, lengths, taps=(0, 1, 2), D=64):
+    manifest = {
+        "target": {"id": "t", "revision": None, "fingerprint": "f", "dtype": "float32", "quantisation": None},
+        "tokenizer_hash": "k",
+        "template_hash": "m",
+        "taps": list(taps),
+        "hidden_size": D,
+        "last": "supervised",
+        "dtype": "float32",
+        "engine": {"name": "test", "version": "0"},
+    }
+    writer = StoreWriter(folder, manifest)
+    for i, n in enumerate(lengths):
+        mask = torch.arange(n) >= 1
+        writer.add(f"{i}#0", torch.arange(n), mask, torch.randn(n, len(taps), D), torch.randn(n, D))
+    writer.close()
+
+
+def test_store_size_is_the_size_on_disk(cfg, tmp_path):
+    for split in plan.SPLITS:
+        write_store(tmp_path / "store" / split, [200, 300, 255] * 4)
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "store").rglob("shard-*"))
+    assert planned(cfg).store_bytes == pytest.approx(on_disk, rel=0.01)
+
+
+def test_what_is_missing_is_named_with_the_commands_that_make_it(cfg, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["launch/train.py", "conf=tiny_eagle3", "train.steps=5", "dry_run=true"])
+    monkeypatch.chdir(plan.ROOT)
+    respond, capture = (f"python launch/{stage}.py conf=tiny_eagle3 train.steps=5" for stage in ("respond", "capture"))
+    with pytest.raises(UserError) as caught:
+        plan.require_inputs(cfg)
+    assert f"{respond} && {capture}" in str(caught.value) and f"{tmp_path}/store/heldout" in str(caught.value)
+    for split in plan.SPLITS:
+        answers(tmp_path / "responses", split, [(3, 4)])
+    assert plan.next_commands(cfg) == [capture]
+    for split in plan.SPLITS:
+        write_store(tmp_path / "store" / split, [9])
+    plan.require_inputs(cfg)
+    assert planned(cfg).missing == []
+
+
+def test_a_store_that_was_not_finished_is_missing(cfg, tmp_path):
+    write_store(tmp_path / "store" / "train", [9])
+    path = tmp_path / "store" / "train" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"closed": False}))
+    assert len(plan.missing_inputs(cfg)) == 2
+
+
+def test_a_store_over_its_cap_is_said_in_the_table(cfg, capsys):
+    cfg.data.max_store_gb = 0.001
+    plan.show(planned(cfg, world=2))
+    shown = capsys.readouterr().out
+    assert "over data.max_store_gb=0.001" in shown and "on 2 GPUs" in shown and "Adam moments" in shown
+
+
+def test_a_head_that_does_not_build_is_refused_by_its_section(cfg):
+    cfg.head["taps"] = [0, 1, 99]
+    with pytest.raises(UserError, match="^head: "):
+        planned(cfg)
