@@ -1,7 +1,7 @@
 """The target in its serving engine (vLLM): the target's own answers, its hidden states, and measured decoding.
 
-Every call runs in a child process (data/engine_worker.py), so that the engine's memory is given back and a crash becomes a
-message. Only that child and data/vllm_connector.py import vllm.
+Every call runs in a child process (data/engine_child.py), so that the engine's memory is given back and a crash becomes a message.
+Only data/engine_worker.py and data/vllm_connector.py import vllm.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def run_child(job: dict[str, Any], items: Iterable[dict[str, Any]], label: str, 
     job = {**job, "items": str(folder / "items.jsonl"), "result": str(result), "weight_bytes": weights}
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     print(f"{label}: starting vLLM", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "data.engine_worker", str(folder / "job.json")]
+    command = [sys.executable, "-m", "data.engine_child", str(folder / "job.json"), str(os.getpid())]
     process = subprocess.Popen(
         command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
     )

@@ -1,14 +1,11 @@
-"""The engine's side of data/engine.py: `python -m data.engine_worker <job.json>` runs one task in vLLM and writes its result.
+"""The engine's side of data/engine.py: runs one task in vLLM and writes its result, in a process of its own (data/engine_child.py).
 
-It lives in a process of its own, so that the engine's memory is given back, and dies with its parent. Progress goes to stdout,
-one marked JSON line at a time; everything else there is the engine's own log.
+Progress goes to stdout, one marked JSON line at a time; everything else there is the engine's own log.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +23,6 @@ from vllm.v1.sample import rejection_sampler
 from data.engine_job import MARK, LoopWatch, request_seed
 from data.errors import UserError
 from data.prompts import write_jsonl_line
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Ask(NamedTuple):
@@ -279,8 +274,7 @@ def measured(finished: list[RequestOutput]) -> dict[str, Any]:
     return {"outputs": outputs, "ttft_ms": ttft_ms, "itl_ms": itl_ms, "output_tokens": total}
 
 
-def main(job_path: str) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no engine behind, nor a second writer
+def work(job_path: str) -> None:
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     try:
         result = {"respond": respond, "capture": capture, "generate": generate}[job["task"]](job)
@@ -290,4 +284,4 @@ def main(job_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    work(sys.argv[1])

@@ -82,7 +82,7 @@ class Eagle3(RecurrentHead):
         self.rest = nn.ModuleList(Block(target) for _ in range(num_layers - 1))
         self.norm = RMSNorm(size, eps)
 
-    def output_norm(self) -> nn.Module:
+    def output_norm(self) -> RMSNorm:
         return self.norm
 
     def caches(self) -> list[KeyValues]:

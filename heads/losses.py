@@ -52,7 +52,7 @@ class _ChunkedKL(torch.autograd.Function):
     def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, chunk: int, *x_KTD):  # type: ignore[override]
         loss_K = torch.zeros(len(x_KTD), dtype=torch.float32, device=last_TD.device)
         with_grad = any(ctx.needs_input_grad)
-        grads = [torch.zeros_like(x) if with_grad else None for x in x_KTD]
+        grads = [torch.zeros_like(x) for x in x_KTD] if with_grad else []
         for i in range(0, len(labels.position_R), chunk):
             p, negentropy = _softmax_(last_TD[labels.position_R[i : i + chunk]] @ teacher_UD.T)
             for k, x_TD in enumerate(x_KTD):
@@ -64,7 +64,7 @@ class _ChunkedKL(torch.autograd.Function):
                 loss_K[k] += _kl_(logits, p if full else p[valid], negentropy if full else negentropy[valid])
                 if with_grad:
                     grads[k][rows] = logits @ head_UD
-        ctx.save_for_backward(head_UD, teacher_UD, last_TD, *x_KTD, *(g for g in grads if g is not None))
+        ctx.save_for_backward(head_UD, teacher_UD, last_TD, *x_KTD, *grads)
         ctx.labels, ctx.chunk = labels, chunk
         return loss_K
 

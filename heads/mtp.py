@@ -42,7 +42,7 @@ class MTP(RecurrentHead):
         if self.final_layernorm is not None:
             super().start_from(frozen)
 
-    def output_norm(self) -> nn.Module:
+    def output_norm(self) -> RMSNorm:
         assert self.final_layernorm is not None
         return self.final_layernorm
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec
+from heads.layers import RMSNorm
 from heads.losses import Labels, chunked_kl, hits
 
 
@@ -36,11 +37,10 @@ class RecurrentHead(DraftHead):
             raise ValueError(f"head.depths must be at least 1, not {depths}")
         self.target, self.depths, self.loss_chunk = target, depths, loss_chunk
         self.depth_weights = tuple(depth_decay**k for k in range(depths))
-        reduced = draft_vocab_size is not None and draft_vocab_size < target.vocab_size
-        self.draft_vocab_size = draft_vocab_size if reduced else None
+        size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
+        self.draft_vocab_size = size if size < target.vocab_size else None
         self.draft_ids_U: Tensor | None
-        self.register_buffer("draft_ids_U", torch.zeros(draft_vocab_size, dtype=torch.long) if reduced else None)  # type: ignore[arg-type]
-        size = draft_vocab_size if reduced else target.vocab_size
+        self.register_buffer("draft_ids_U", torch.zeros(size, dtype=torch.long) if self.draft_vocab_size else None)
         self.lm_head = nn.Linear(target.hidden_size, size, bias=False) if train_lm_head else None
 
     def set_draft_vocab(self, ids_U: Tensor) -> None:
@@ -58,7 +58,7 @@ class RecurrentHead(DraftHead):
         if self.lm_head is not None:
             self.lm_head.weight.copy_(frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U])
 
-    def output_norm(self) -> nn.Module:
+    def output_norm(self) -> RMSNorm:
         """The norm before lm_head."""
         raise NotImplementedError
 

@@ -33,7 +33,7 @@ def run(cfg: RunConfig) -> None:
         code = child.wait()
         print(f"== {stage}: {f'exit status {code}' if code else 'done'}, {time.monotonic() - began:.0f} s", flush=True)
         if code:
-            sys.exit(abs(code))
+            sys.exit(code if code > 0 else 128 - code)  # 128 + n: ended by signal n
 
 
 if __name__ == "__main__":

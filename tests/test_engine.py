@@ -171,7 +171,8 @@ def test_capture_refuses_a_store_over_the_cap_before_the_engine_starts(target: P
 
 
 @pytest.mark.slow
-def test_a_dead_engine_shows_its_last_lines(target: Path) -> None:
+def test_a_dead_engine_shows_its_last_lines(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_job.tempfile, "tempdir", str(tmp_path))  # the log is kept
     job = {"task": "no such task", "llm": llm_settings(target, config(target), dtype="float32", max_model_len=64, seqs=1, compiled=False)}
     with pytest.raises(UserError, match=r"exit code 1.*\n(.*\n)*.*KeyError: 'no such task'"):
         run_child(job, [], "respond", 0, "answers")

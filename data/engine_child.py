@@ -1,0 +1,26 @@
+"""The first lines of the engine's process: `python -m data.engine_child <job.json> <parent's pid>`.
+
+A parent that is killed must leave no engine behind, nor a second writer of its files; and importing vLLM takes long enough to lose
+it meanwhile. So this comes first, and imports vLLM last.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    job, parent = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("the parent is gone")
+    from data.engine_worker import work
+
+    work(job)
+
+
+if __name__ == "__main__":
+    main()
