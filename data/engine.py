@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.engine_job import cache_plan, llm_settings, run_child, stop_ids
+from data.engine_job import cache_plan, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
 from data.manifest import check_disk, plan_bytes
 from data.prompts import read_jsonl_tolerant, write_jsonl_line
@@ -69,9 +69,7 @@ def respond(  # noqa: PLR0913
         compiled = torch.cuda.is_available() or len(todo) * sampling["max_tokens"] > COMPILE_TOKENS
         seqs = min(batch_size, len(todo))
         llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, max_model_len=longest, seqs=seqs, compiled=compiled)
-        if not torch.cuda.is_available():
-            # After a part of a prompt vLLM turns the request's own generator back, which a CPU generator cannot do: whole prompts only.
-            llm |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(llm["max_num_batched_tokens"], longest)}
+        llm |= whole_prompts(llm)
         target = spec(target_dir)
         job = {"task": "respond", "llm": llm, "states": False, **cache_plan(target, llm, tokens=seqs * longest, layers=target.num_layers)}
         job |= {"out": str(out_path.absolute()), "sampling": sampling, "cut_loops": cut_loops, "stop_ids": stop_ids(target_dir)}
@@ -209,6 +207,8 @@ def generate(  # noqa: PLR0913
     assert speculative is None or "method" in speculative, "vLLM guesses a missing method from the folder's name"
     k = speculative["num_speculative_tokens"] if speculative else 0
     llm = llm_settings(target_dir, target_cfg, dtype=dtype, max_model_len=max_model_len, seqs=concurrency, compiled=compile, k=k)
+    if temperature > 0:
+        llm |= whole_prompts(llm)
     target = spec(target_dir)
     longest = min(max_model_len, max(len(p["prompt_ids"]) + p["max_tokens"] for p in prompts) + k)
     layers = target.num_layers * (2 if speculative else 1)  # a draft's own layers are fewer than the target's

@@ -48,6 +48,14 @@ def llm_settings(
     }
 
 
+def whole_prompts(llm: dict[str, Any]) -> dict[str, Any]:
+    """Settings for sampling with seeds on a CPU: no part of a prompt. After a part vLLM turns the request's own generator back, which
+    a CPU generator cannot do."""
+    if torch.cuda.is_available():
+        return {}
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(llm["max_num_batched_tokens"], llm["max_model_len"])}
+
+
 def cache_plan(target: TargetSpec, llm: dict[str, Any], *, tokens: int, layers: int, hidden_states: int = 0) -> dict[str, int]:
     """Bytes of engine cache: cache_need for `tokens` in flight, cache_least for one sequence of max_model_len.
 

@@ -6,7 +6,6 @@ Progress goes to stdout, one marked JSON line at a time; everything else there i
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -281,7 +280,3 @@ def work(job_path: str) -> None:
     except UserError as error:
         result = {"error": str(error)}
     Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    work(sys.argv[1])

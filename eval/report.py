@@ -62,8 +62,8 @@ def comparison(report: dict[str, Any]) -> str:
         text += "where only the engine can judge)"
     if here - 0.05 <= there <= most + 0.05:
         return text + ". They agree."
-    found = "They differ by more than 0.05: training and serving do not compute the same"
-    return f"{text}. {found}; `python launch/doctor.py conf=<name>` finds the stage."
+    found = "They differ by more than 0.05: training and serving do not compute the same. Look at the dtype first"
+    return f"{text}. {found} (eval.dtype=float32 in both), then at the captured states, then at the export."
 
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
@@ -73,6 +73,15 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines if line]
+
+
+def finished(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of an earlier evaluation with exactly these settings, or None."""
+    path = run_dir / "eval" / "report.json"
+    if not path.is_file():
+        return None
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return report if report.get("settings") == json.loads(json.dumps(settings)) else None
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -121,7 +130,12 @@ def write(report: dict[str, Any], run_dir: Path) -> None:
         temporary = folder / f".{name}.tmp"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(folder / name)
+    show(report, run_dir)
+
+
+def show(report: dict[str, Any], run_dir: Path) -> None:
+    """Headline, table, comparison, advice and the path of report.html, on the terminal."""
     console = Console()
     console.print(headline(report), markup=False)
     console.print(table(report))
-    console.print(f"{texts['comparison']}\n{texts['advice']}\n{folder / 'report.html'}", markup=False)
+    console.print(f"{comparison(report)}\n{advice(report)}\n{run_dir / 'eval' / 'report.html'}", markup=False)
