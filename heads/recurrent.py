@@ -54,7 +54,6 @@ class RecurrentHead(DraftHead):
 
     @torch.no_grad()
     def start_from(self, frozen: Frozen) -> None:
-        self.output_norm().weight.copy_(frozen.norm_D)
         if self.lm_head is not None:
             self.lm_head.weight.copy_(frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U])
 

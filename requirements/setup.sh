@@ -15,8 +15,9 @@ step() {
   shift
   printf '%s ...\n' "$what"
   if ! "$@" >>.venv/setup.log 2>&1; then
-    tail -n 15 .venv/setup.log >&2
-    fail "$what (whole log: .venv/setup.log). Mend what it names, then run \`make setup\` again."
+    local reason
+    reason=$(grep '^ERROR' .venv/setup.log | tail -n 1 | cut -c 1-200)
+    fail "$what: ${reason:-$(tail -n 1 .venv/setup.log)} (whole log: .venv/setup.log). Mend that, then run \`make setup\` again."
   fi
 }
 
