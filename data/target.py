@@ -152,9 +152,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def frozen(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Frozen:
-    """Embedding and lm_head [V, D] and the final norm [D], cast to `dtype` on `device`. Where the target ties the first two they are
-    one and the same tensor.
-    """
+    """Embedding and lm_head [V, D], cast to `dtype` on `device`. Where the target ties them they are one and the same tensor."""
     files = _tensor_files(folder)
 
     def read(pattern: re.Pattern[str]) -> torch.Tensor:
@@ -162,7 +160,7 @@ def frozen(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Froz
 
     embed_VD = read(EMBEDDING)
     lm_head_VD = embed_VD if spec(folder).tied_embeddings else read(LM_HEAD)
-    return Frozen(embed_VD, lm_head_VD, read(FINAL_NORM))
+    return Frozen(embed_VD, lm_head_VD)
 
 
 def final_norm(folder: Path) -> torch.Tensor:

@@ -33,13 +33,12 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The target's own parameters that a head reads and never trains: input embedding, output projection (the same tensor
-    where the target ties them), weight of the final norm. A plain attribute of the head, so that no optimizer, checkpoint,
-    ZeRO partition or dtype cast ever sees them."""
+    """The target's own parameters that a head reads and never trains: input embedding and output projection (the same tensor
+    where the target ties them). A plain attribute of the head, so that no optimizer, checkpoint, ZeRO partition or dtype
+    cast ever sees them."""
 
     embed_VD: Tensor
     lm_head_VD: Tensor
-    norm_D: Tensor
 
 
 @dataclass

@@ -82,9 +82,6 @@ class Eagle3(RecurrentHead):
         self.rest = nn.ModuleList(Block(target) for _ in range(num_layers - 1))
         self.norm = RMSNorm(size, eps)
 
-    def output_norm(self) -> RMSNorm:
-        return self.norm
-
     def caches(self) -> list[KeyValues]:
         return [KeyValues() for _ in range(1 + len(self.rest))]
 

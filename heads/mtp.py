@@ -38,14 +38,6 @@ class MTP(RecurrentHead):
         self.block = Block(target, input_norm=norms)
         self.final_layernorm = RMSNorm(size, eps) if norms else None
 
-    def start_from(self, frozen) -> None:
-        if self.final_layernorm is not None:
-            super().start_from(frozen)
-
-    def output_norm(self) -> RMSNorm:
-        assert self.final_layernorm is not None
-        return self.final_layernorm
-
     def caches(self) -> list[KeyValues]:
         return [KeyValues()]
 

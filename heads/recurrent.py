@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec
-from heads.layers import RMSNorm
 from heads.losses import Labels, chunked_kl, hits
 
 
@@ -56,10 +55,6 @@ class RecurrentHead(DraftHead):
     def start_from(self, frozen: Frozen) -> None:
         if self.lm_head is not None:
             self.lm_head.weight.copy_(frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U])
-
-    def output_norm(self) -> RMSNorm:
-        """The norm before lm_head."""
-        raise NotImplementedError
 
     def first_state(self, batch: Batch) -> Tensor:
         """[T, D] state that depth 0 reads, from the target's states."""

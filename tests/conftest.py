@@ -44,7 +44,7 @@ def ready(conf: dict[str, Any], dtype: torch.dtype = torch.float64) -> DraftHead
     torch.manual_seed(0)
     head = build(conf, SPEC).to(dtype)
     embed, lm_head = (torch.randn(SPEC.vocab_size, SPEC.hidden_size, dtype=dtype) for _ in range(2))
-    frozen = Frozen(embed, lm_head, torch.rand(SPEC.hidden_size, dtype=dtype) + 0.5)
+    frozen = Frozen(embed, lm_head)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 1.0)
     if head.get_buffer("draft_ids_U") is not None:

@@ -99,12 +99,12 @@ def test_gradients_of_packed_and_split_batches_agree(head):
 
 def test_every_parameter_learns_and_frozen_parts_do_not(head):
     frozen = head.frozen
-    copies = [x.clone() for x in (frozen.embed_VD, frozen.lm_head_VD, frozen.norm_D)]
+    copies = [x.clone() for x in (frozen.embed_VD, frozen.lm_head_VD)]
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     mean_loss(head, batch_of(head)).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in head.parameters())
     optimizer.step()
-    for before, after in zip(copies, (frozen.embed_VD, frozen.lm_head_VD, frozen.norm_D), strict=True):
+    for before, after in zip(copies, (frozen.embed_VD, frozen.lm_head_VD), strict=True):
         assert torch.equal(before, after) and not after.requires_grad
     names = set(head.state_dict())
     assert not any("embed" in n for n in names), "the target's embedding must not enter the head's state"
@@ -170,7 +170,7 @@ def test_export_names_every_parameter_once(head):
     assert serving["method"] and serving["num_speculative_tokens"] == 3
 
 
-def test_start_copies_the_targets_rows_and_norm(head):
+def test_a_trained_lm_head_starts_as_the_targets_rows(head):
     head.start_from(head.frozen)
     if getattr(head, "lm_head", None) is not None:
         assert torch.equal(head.lm_head.weight, head.teacher_UD)

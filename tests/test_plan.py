@@ -61,7 +61,7 @@ def test_activations_are_about_what_autograd_keeps(conf, size):
     T, D, V = cfg.train.micro_tokens, size, spec.vocab_size
     torch.manual_seed(0)
     head = heads.build(cfg.head, spec)
-    head.attach(Frozen(torch.randn(V, D), torch.randn(V, D), torch.ones(D)))
+    head.attach(Frozen(torch.randn(V, D), torch.randn(V, D)))
     offsets = torch.arange(0, T + 1, 64)  # short documents: attention keeps no score matrix in real training either
     batch = Batch(torch.randint(0, V, (T,)), torch.ones(T, dtype=torch.bool), offsets, torch.randn(T, len(head.taps), D), torch.randn(T, D))
     given = {

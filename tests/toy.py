@@ -112,7 +112,7 @@ def train(cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead
     dist.start(1)
     torch.manual_seed(cfg.train.seed)
     head = head or ToyHead()
-    head.attach(Frozen(torch.zeros(VOCAB, SIZE), torch.zeros(VOCAB, SIZE), torch.ones(SIZE)))
+    head.attach(Frozen(torch.zeros(VOCAB, SIZE), torch.zeros(VOCAB, SIZE)))
     data = (Store(Path(cfg.data.store)), (), cfg.train.micro_tokens, cfg.train.seed, dist.rank(), dist.world(), 4096)
     batches = Batches(*data)
     if stop_before is not None:

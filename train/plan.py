@@ -127,7 +127,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
 
 
 def _frozen_parameters(spec: TargetSpec) -> int:
-    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2) + spec.hidden_size
+    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
 
 
 def flops_per_token(head: DraftHead, spec: TargetSpec, length: int) -> float:
@@ -224,7 +224,7 @@ def render(found: Plan) -> Table:
     table.add_column("how it is reckoned")
     rows: list[tuple[str, str, str]] = [
         ("head", f"{found.head_parameters / 1e6:,.1f} M", f"{found.head}, trained parameters"),
-        ("frozen", f"{found.frozen_parameters / 1e6:,.1f} M", "embedding, lm_head and final norm of the target"),
+        ("frozen", f"{found.frozen_parameters / 1e6:,.1f} M", "embedding and lm_head of the target"),
     ]
     rows += [(part, bytes_text(size), f"per GPU, ZeRO {found.stage}") for part, size in found.memory.items()]
     rows += [("memory", bytes_text(sum(found.memory.values())), "per GPU, sum of the above; without allocator overhead")]
