@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import groupby
 from os.path import commonprefix
 from pathlib import Path
@@ -27,7 +28,10 @@ def load_tokenizer(target_dir: Path, trust_remote_code: bool) -> PreTrainedToken
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(target_dir), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as why:  # OSError, ValueError, KeyError, ...: transformers has many words for a missing or broken file
-        raise UserError(f"{target_dir}: no tokenizer can be loaded ({why}); copy tokenizer.json and tokenizer_config.json there") from why
+        reason = " ".join(str(why).split())
+        raise UserError(
+            f"{target_dir}: no tokenizer can be loaded ({reason}); copy tokenizer.json and tokenizer_config.json there"
+        ) from why
     if not tokenizer.chat_template:
         raise UserError(f"{target_dir}: the tokenizer has no chat template; add the one the target was tuned with as chat_template.jinja")
     return tokenizer
@@ -43,6 +47,22 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: ChatRecord) -> list[i
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
         raise UserError(f"record {record.id}: the chat template gives no list of token ids; check the target's tokenizer and template")
     return ids
+
+
+def all_prompt_ids(tokenizer: PreTrainedTokenizerBase, records: list[ChatRecord]) -> dict[str, list[int]]:
+    """Record id -> prompt_ids. Records that the template refuses are left out and counted on stderr; UserError where it refuses all."""
+    encoded: dict[str, list[int]] = {}
+    refused: list[UserError] = []
+    for record in records:
+        try:
+            encoded[record.id] = prompt_ids(tokenizer, record)
+        except UserError as why:
+            refused.append(why)
+    if refused and not encoded:
+        raise UserError(f"none of the {len(refused)} prompts can be used; the first, {refused[0]}") from refused[0]
+    if refused:
+        print(f"{len(refused)} of {len(records)} prompts left out; the first, {refused[0]}", file=sys.stderr)
+    return encoded
 
 
 def offpolicy(tokenizer: PreTrainedTokenizerBase, record: ChatRecord) -> tuple[list[int], list[bool]]:

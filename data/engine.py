@@ -17,7 +17,8 @@ import torch
 
 from data.engine_job import cache_plan, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
-from data.manifest import check_disk, plan_bytes
+from data.identity import read_meta, unfinished
+from data.manifest import check_disk, check_same_capture, check_same_sequences, plan_bytes, read_manifest
 from data.prompts import read_jsonl_tolerant, write_jsonl_line
 from data.store import StoreWriter
 from data.target import spec
@@ -54,14 +55,14 @@ def respond(  # noqa: PLR0913
 
     Appends each finished answer to `out_path` (a response record a line); ids found there are not asked again. cut_loops n > 0:
     an answer is ended where an n-gram begins for the second time (finish_reason "loop"). `meta` is kept beside the file;
-    UserError where the file was made with another one. Returns answers, tokens, finish shares and tokens_per_second of this run.
+    UserError where the file was made with another one, or answers other prompts. Returns answers, tokens, finish shares and
+    tokens_per_second of this run.
     """
     out_path.parent.mkdir(parents=True, exist_ok=True)
     check_meta(out_path, meta)
     done = _finished(out_path)
     fitting = _quarantine_long(records, max_model_len - 1, out_path)
-    todo = [{**r, "id": f"{r['id']}#{s}"} for r in fitting for s in range(sampling["samples"])]
-    todo = [r for r in todo if r["id"] not in done]
+    todo = unanswered(fitting, sampling["samples"], done, out_path)
     print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out_path}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
     if todo:
@@ -73,8 +74,10 @@ def respond(  # noqa: PLR0913
         target = spec(target_dir)
         job = {"task": "respond", "llm": llm, "states": False, **cache_plan(target, llm, tokens=seqs * longest, layers=target.num_layers)}
         job |= {"out": str(out_path.absolute()), "sampling": sampling, "cut_loops": cut_loops, "stop_ids": stop_ids(target_dir)}
+        unfinished(out_path).touch()
         ran = run_child(job, todo, "respond", len(todo), "answers")
-    answers, _ = read_jsonl_tolerant(out_path) if out_path.exists() else ([], 0)
+    unfinished(out_path).unlink(missing_ok=True)
+    answers, _ = read_answers(out_path) if out_path.exists() else ([], 0)
     return _summary(answers, ran)
 
 
@@ -83,7 +86,7 @@ def check_meta(out_path: Path, meta: dict[str, Any]) -> None:
     path = out_path.with_suffix(".meta.json")
     meta = json.loads(json.dumps(meta))
     if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
+        old = read_meta(path)
         differ = [f"{k}: {old.get(k)!r} there, {meta.get(k)!r} now" for k in sorted(old.keys() | meta.keys()) if old.get(k) != meta.get(k)]
         if differ:
             raise UserError(
@@ -97,14 +100,38 @@ def check_meta(out_path: Path, meta: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _finished(out_path: Path) -> set[str]:
-    """Ids of the answers already there; a last line that a kill cut short is removed."""
+def read_answers(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """read_jsonl_tolerant of a file of answers. UserError: a record that is no answer, or an id that is there twice."""
+    answers, valid_bytes = read_jsonl_tolerant(path)
+    seen: set[str] = set()
+    for n, answer in enumerate(answers, 1):
+        missing = [key for key in ("id", "prompt_ids", "response_ids", "finish_reason") if key not in answer]
+        if missing or answer["id"] in seen:
+            fault = f"has no {', no '.join(missing)}" if missing else f"repeats the id {answer['id']}"
+            raise UserError(f"{path}: record {n} {fault}; delete that line, or the folder to sample anew")
+        seen.add(answer["id"])
+    return answers, valid_bytes
+
+
+def _finished(out_path: Path) -> dict[str, list[int]]:
+    """Id -> prompt ids of the answers already there; a last line that a kill cut short is removed."""
     if not out_path.exists():
-        return set()
-    answers, valid_bytes = read_jsonl_tolerant(out_path)
+        return {}
+    answers, valid_bytes = read_answers(out_path)
     if valid_bytes < out_path.stat().st_size:
         os.truncate(out_path, valid_bytes)
-    return {answer["id"] for answer in answers}
+    return {answer["id"]: answer["prompt_ids"] for answer in answers}
+
+
+def unanswered(records: list[dict[str, Any]], samples: int, done: dict[str, list[int]], out_path: Path) -> list[dict[str, Any]]:
+    """The requests `<id>#<sample>` that `done` (id -> prompt ids, in any order) lacks. UserError: one of them answers another prompt."""
+    asked = [{**r, "id": f"{r['id']}#{s}"} for r in records for s in range(samples)]
+    if other := [r["id"] for r in asked if done.get(r["id"], r["prompt_ids"]) != r["prompt_ids"]]:
+        raise UserError(
+            f"{out_path}: {other[0]} and {len(other) - 1} more answer other prompts than data.prompts now has under these ids: "
+            "delete that folder or choose another data.responses"
+        )
+    return [r for r in asked if r["id"] not in done]
 
 
 def _quarantine_long(records: list[dict[str, Any]], most: int, out_path: Path) -> list[dict[str, Any]]:
@@ -149,10 +176,10 @@ def capture(  # noqa: PLR0913
     `taps` layers, and with `last` the state after the final norm. Resumes: sequences in the store are not run again.
 
     manifest: the identity of the capture, for StoreWriter. Sequences over max_length are cut, those without a response token
-    left are left out; both are counted. UserError: over cap_gb or the free disk, another capture in the folder.
+    left are left out; both are counted. UserError: over cap_gb or the free disk, another capture or other answers in the folder.
     """
     target = spec(target_dir)
-    answers, _ = read_jsonl_tolerant(responses)
+    answers, _ = read_answers(responses)
     whole = [(a["id"], a["prompt_ids"] + a["response_ids"], len(a["prompt_ids"])) for a in answers]
     kept = [{"id": name, "token_ids": ids[:max_length], "prompt_tokens": n} for name, ids, n in whole if n < min(len(ids), max_length)]
     if not kept:
@@ -165,6 +192,9 @@ def capture(  # noqa: PLR0913
     print(f"capture: {len(kept)} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
     print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
     check_disk(store_dir, need, cap_gb)
+    if (store_dir / "manifest.json").exists():
+        check_same_capture(store_dir, read_manifest(store_dir), manifest)
+        check_same_sequences(store_dir, {name: ids[:max_length] for name, ids, _ in whole})
     writer = StoreWriter(store_dir, manifest, shard_tokens)
     todo = [s for s in kept if s["id"] not in writer.done]
     if not todo:
@@ -197,16 +227,17 @@ def generate(  # noqa: PLR0913
     concurrency: int,
     max_model_len: int,
     temperature: float = 0.0,
-    compile: bool = False,  # noqa: A002
 ) -> dict[str, Any]:
     """Answers prompts {id, prompt_ids, max_tokens}, at most `concurrency` at a time, with the given speculative config or none.
 
     Returns outputs {id: {token_ids, finish_reason, drafts, draft_tokens, accepted_per_position}}, ttft_ms and itl_ms (one number per
-    request), seconds, output_tokens, and vLLM's own counters over the same requests. Two warm-up requests count nowhere.
+    request), seconds, output_tokens, and vLLM's own counters over the same requests. Two warm-up requests count nowhere. On a GPU
+    the engine is compiled, as it is where speed is measured; on a CPU that takes longer than it gains here.
     """
     assert speculative is None or "method" in speculative, "vLLM guesses a missing method from the folder's name"
     k = speculative["num_speculative_tokens"] if speculative else 0
-    llm = llm_settings(target_dir, target_cfg, dtype=dtype, max_model_len=max_model_len, seqs=concurrency, compiled=compile, k=k)
+    compiled = torch.cuda.is_available()
+    llm = llm_settings(target_dir, target_cfg, dtype=dtype, max_model_len=max_model_len, seqs=concurrency, compiled=compiled, k=k)
     if temperature > 0:
         llm |= whole_prompts(llm)
     target = spec(target_dir)

@@ -20,6 +20,7 @@ import torch
 from data.errors import UserError
 from data.progress import Progress
 from data.prompts import write_jsonl_line
+from data.target import read_json
 from heads.base import TargetSpec
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ def stop_ids(target_dir: Path) -> list[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = target_dir / name
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() and not found else None
+        eos = read_json(path).get("eos_token_id") if path.exists() and not found else None
         found |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
     settings, vocabulary = target_dir / "tokenizer_config.json", target_dir / "tokenizer.json"
     if settings.exists() and vocabulary.exists():
-        eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
+        eos = read_json(settings).get("eos_token")
         text = eos["content"] if isinstance(eos, dict) else eos
-        added = json.loads(vocabulary.read_text(encoding="utf-8"))["added_tokens"]
+        added = read_json(vocabulary).get("added_tokens", [])
         found |= {token["id"] for token in added if token["content"] == text}
     if not found:
         raise UserError(f"{target_dir}: no eos_token_id in generation_config.json or config.json, so answers would never end: add it there")

@@ -221,7 +221,7 @@ def pooled(outputs: list[dict[str, Any]], k: int) -> dict[str, Any]:
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """Answers job items (id, prompt_ids, max_tokens) with or without speculation, and measures. Two warm-up requests do not count."""
+    """Answers job items (id, prompt_ids, max_tokens) with or without speculation, and measures. Two are asked before, to warm up."""
     speculative = job["speculative"]
     count = "summary" if speculative else "none"
     llm = start(job, speculative_config=speculative, hf_overrides=job["hf_overrides"] or {}, per_request_spec_decode_metrics=count)
@@ -239,7 +239,7 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
             )
             yield Ask(prefix + item["id"], item["prompt_ids"], params)
 
-    drive(llm, asks((wanted * 2)[:2], 16, "warm-up "), job["llm"]["max_num_seqs"], lambda _: False)
+    drive(llm, asks(wanted[:2], 16, "warm-up "), job["llm"]["max_num_seqs"], lambda _: False)
     finished: dict[str, RequestOutput] = {}
     before, began = spec_counters(llm), time.monotonic()
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
-from data.target import fingerprint
+from data.files import read_object
+from data.prompts import ChatRecord
+from data.target import fingerprint, read_json
 
 if TYPE_CHECKING:
     from train.config import TargetConfig
@@ -24,28 +26,47 @@ def tokenizer_hash(target_dir: Path) -> str:
 
 def template_hash(target_dir: Path) -> str:
     """sha256 (hex) of the chat template: a file of its own, or a key of tokenizer_config.json."""
-    settings = json.loads((target_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings = read_json(target_dir / "tokenizer_config.json")
     return _hash([target_dir / name for name in TEMPLATE_FILES], json.dumps(settings.get("chat_template")))
 
 
 def identity(target_dir: Path, cfg: TargetConfig) -> dict[str, Any]:
     """What responses and stores say of their maker: target {id, revision, fingerprint, dtype, quantisation} and two hashes."""
-    config = json.loads((target_dir / "config.json").read_text(encoding="utf-8"))
-    quantisation = config.get("quantization_config", {}).get("quant_method")
+    quantisation = (read_json(target_dir / "config.json").get("quantization_config") or {}).get("quant_method")
     target = {"id": cfg.model, "revision": cfg.revision, "fingerprint": fingerprint(target_dir)}
     target |= {"dtype": cfg.dtype, "quantisation": quantisation}
     return {"target": target, "tokenizer_hash": tokenizer_hash(target_dir), "template_hash": template_hash(target_dir)}
 
 
+def prompts_hash(records: list[ChatRecord]) -> str:
+    """sha256 (hex) of what was asked: ids, messages, tools and meta, in order."""
+    return _hash([], json.dumps([[r.id, r.messages, r.tools, r.meta] for r in records]))
+
+
 def check_responses(path: Path, maker: dict[str, Any]) -> None:
-    """UserError: no responses at `path`, or another target, dtype, tokenizer or template wrote them."""
+    """UserError: no responses at `path`, not all of them, or another target, dtype, tokenizer or template wrote them."""
     meta = path.with_suffix(".meta.json")
     if not path.is_file() or not meta.is_file():
         raise UserError(f"{path}: no answers of the target here; sample them with `python launch/respond.py conf=<name>`")
-    there = json.loads(meta.read_text(encoding="utf-8"))
+    if unfinished(path).exists():
+        raise UserError(
+            f"{path}: the sampling of these answers stopped before its end; `python launch/respond.py conf=<name>` goes on, or delete "
+            f"{unfinished(path)} to make do with them"
+        )
+    there = read_meta(meta)
     differ = [f"{key}: {there.get(key)} there, {maker[key]} now" for key in maker if there.get(key) != maker[key]]
     if differ:
         raise UserError(f"{path} was written by another target ({'; '.join(differ)}): choose another data.responses and sample anew")
+
+
+def unfinished(path: Path) -> Path:
+    """The empty file beside the answers at `path` while they are sampled; it stays where the sampling was stopped."""
+    return path.with_suffix(".unfinished")
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What a `<split>.meta.json` beside answers says. UserError: it cannot be read, so nobody knows what wrote the answers."""
+    return read_object(path, f"it says what wrote the answers: delete {path.parent} and run `python launch/respond.py conf=<name>`")
 
 
 def _hash(files: list[Path], extra: str) -> str:

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from data.errors import UserError
 
 FORMAT_VERSION = 1
@@ -47,17 +49,17 @@ def check_free(folder: Path, need_bytes: int) -> None:
 
 
 def check_compatible(
-    manifest: dict[str, Any], *, fingerprint: str, taps: tuple[int, ...], needs_last: str, tokenizer_hash: str | None
+    manifest: dict[str, Any], *, fingerprint: str, taps: tuple[int, ...], needs_last: str, tokenizer_hash: str, template_hash: str
 ) -> None:
-    """Refuses (UserError) a store that cannot train a head: other target or tokenizer, a tap or `last` missing, or unfinished.
-
-    More than is needed is fine. tokenizer_hash None: not compared.
+    """Refuses (UserError) a store that cannot train a head: other target, tokenizer or chat template, a tap or `last` missing, or
+    unfinished. More than is needed is fine.
     """
     found = []
     if manifest["target"]["fingerprint"] != fingerprint:
         found.append(f"target: the store was captured from {manifest['target']}, this run has fingerprint {fingerprint}")
-    if tokenizer_hash is not None and manifest["tokenizer_hash"] != tokenizer_hash:
-        found.append(f"tokenizer_hash: the store has {manifest['tokenizer_hash']}, this run {tokenizer_hash}")
+    for key, value in (("tokenizer_hash", tokenizer_hash), ("template_hash", template_hash)):
+        if manifest[key] != value:
+            found.append(f"{key}: the store has {manifest[key]}, this run {value}")
     if missing := sorted(set(taps) - set(manifest["taps"])):
         found.append(f"taps: the head reads {list(taps)}, the store holds {manifest['taps']} and lacks {missing}")
     if LAST_POLICIES.index(needs_last) > LAST_POLICIES.index(manifest["last"]):
@@ -68,6 +70,36 @@ def check_compatible(
         raise UserError(
             f"the capture of this store stopped after {manifest['sequences']} sequences; run {CAPTURE}, which goes on from there"
         )
+
+
+def check_same_capture(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuses (UserError) to go on with a store whose manifest says otherwise than `new`."""
+    if found := differences(old, new):
+        raise UserError(
+            f"{folder}: holds another capture ({'; '.join(found)}). Delete the folder or set data.store to a new one, then run {CAPTURE}"
+        )
+
+
+def check_same_sequences(folder: Path, tokens: dict[str, list[int]]) -> None:
+    """Refuses (UserError) to go on with a store that holds other sequences than `tokens` (id -> token ids): sampled again, or cut
+    shorter by another data.max_length. Longer ones are fine, for readers cut them; shards cut short do not count anyway.
+    """
+    for shard in read_manifest(folder)["shards"]:
+        path = folder / shard["file"]
+        if not is_whole(folder, shard):
+            continue
+        try:
+            with safe_open(path, framework="pt") as f:
+                stored = f.get_tensor("token_ids").split(shard["lengths"])
+        except (SafetensorError, RuntimeError) as error:
+            raise UserError(f"{path}: unreadable ({error}); {recapture(path)}") from error
+        for name, ids_T in zip(shard["ids"], stored, strict=True):
+            if name not in tokens or ids_T[: len(tokens[name])].tolist() != tokens[name]:
+                what = f"has {len(ids_T)} tokens there and {len(tokens[name])} others now" if name in tokens else "is no answer now"
+                raise UserError(
+                    f"{folder}: {name} {what}: the answers were sampled again, or data.max_length was raised. "
+                    f"Delete the folder or set data.store to a new one, then run {CAPTURE}"
+                )
 
 
 def recapture(path: Path) -> str:

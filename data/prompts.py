@@ -127,7 +127,7 @@ def _rows(source: str, root: Path) -> Iterator[Row]:
     if source.startswith("hf:"):
         yield from _hub_rows(source)
         return
-    path = root / source
+    path = root / Path(source).expanduser()
     if path.is_file():
         yield from _file_rows(path, source)
     elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -169,7 +169,10 @@ def _parquet_rows(path: Path, label: str) -> Iterator[Row]:
 def _saved_rows(path: Path, label: str) -> Iterator[Row]:
     import datasets
 
-    data = datasets.load_from_disk(str(path))
+    try:
+        data = datasets.load_from_disk(str(path))
+    except Exception as why:  # datasets and Arrow have many words for a damaged folder
+        raise UserError(f"data.prompts: {path} is no readable folder of save_to_disk ({why}); save it again") from why
     if isinstance(data, datasets.DatasetDict):
         if len(data) != 1:
             splits = sorted(str(split) for split in data)

@@ -26,13 +26,12 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.manifest import (
-    CAPTURE,
     FORMAT_VERSION,
     IDENTITY,
     LAST_POLICIES,
     check_free,
+    check_same_capture,
     check_shard,
-    differences,
     fsync_path,
     is_whole,
     read_manifest,
@@ -97,12 +96,7 @@ class StoreWriter:
 
     def _adopt(self, old: dict[str, Any]) -> None:
         mine = {key: value for key, value in self.manifest.items() if key not in ("closed", "shards")}
-        found = differences(old, mine)
-        if found:
-            raise UserError(
-                f"{self.folder}: holds another capture ({'; '.join(found)}). "
-                f"Delete the folder or set data.store to a new one, then run {CAPTURE}"
-            )
+        check_same_capture(self.folder, old, mine)
         self.manifest["shards"] = [shard for shard in old["shards"] if is_whole(self.folder, shard)]
 
     def _read_quarantine(self) -> set[str]:

@@ -6,7 +6,6 @@ No model is ever built here. Shape suffixes: D hidden, V vocab.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from data.builtin import BUILTIN
 from data.errors import UserError
+from data.files import read_object
 from heads.base import Frozen, TargetSpec
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 SAMPLES, SAMPLE_BYTES = 16, 65536  # per weight file, for the fingerprint
 
+# Keys by which Gemma 2, Granite, Cohere and MiniCPM scale or cap embeddings and logits, and families with norms of another formula.
+SCALED = "final_logit_softcapping logits_scaling logit_scale embedding_multiplier scale_emb dim_model_base".split()
+OTHER_NORM = ("gemma", "recurrent_gemma", "qwen3_next", "qwen3_5")
 EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
 LM_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 FINAL_NORM = re.compile(r"(^|^model\.|(^|\.)language_model\.|(^|\.)language_model\.model\.)norm\.weight$")
@@ -41,8 +44,9 @@ def resolve(cfg: TargetConfig, root: Path) -> Path:
     """
     folder = _builtin(cfg.model, root) if cfg.model.startswith("builtin:") else _local_or_hub(cfg, root)
     _check_files(folder)
+    found = spec(folder)  # also where there is nothing to compare: it refuses targets that are not supported
     if cfg.spec:
-        _check_spec(spec_from_config(cfg), spec(folder), folder)
+        _check_spec(spec_from_config(cfg), found, folder)
     return folder
 
 
@@ -61,8 +65,8 @@ def _local_or_hub(cfg: TargetConfig, root: Path) -> Path:
         raise UserError(f"target.model={cfg.model}: no such folder ({local}), and no hub id of the form owner/name.")
     try:
         return Path(snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:  # ValueError: an id that the hub would not allow
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"target.model={cfg.model}: cannot be downloaded ({reason}). Where the hub asks for it, accept its licence there and run "
             "`hf auth login`; or give a local folder: target.model=/path/to/folder"
@@ -79,6 +83,8 @@ def _check_files(folder: Path) -> None:
         raise UserError(
             f"target folder {folder}: no {', no '.join(missing)}. It must be a Hugging Face model folder with safetensors weights."
         )
+    for path in sorted({*folder.glob("*.safetensors"), *_tensor_files(folder).values()}):
+        _open(path, lambda f: f.keys())  # also compares the file's length with its header: cut downloads and Git LFS pointers end here
 
 
 def spec_from_config(cfg: TargetConfig) -> TargetSpec:
@@ -88,10 +94,37 @@ def spec_from_config(cfg: TargetConfig) -> TargetSpec:
     if unknown:
         raise UserError(f"target.spec: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     try:
-        return TargetSpec(**cfg.spec)
+        return _sound(TargetSpec(**cfg.spec), f"target.spec of {cfg.model}")
     except TypeError as error:
         missing = str(error).partition("argument")[2].lstrip("s: ")
         raise UserError(f"target.spec of {cfg.model}: missing {missing}. Copy them from the target's config.json.") from error
+
+
+def _sound(found: TargetSpec, where: str) -> TargetSpec:
+    """The spec itself. UserError: dimensions that no model has."""
+    for f in fields(TargetSpec):
+        value = getattr(found, f.name)
+        kind = {"int": int, "float": (int, float)}.get(str(f.type))
+        if kind and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
+            raise UserError(f"{where}: {f.name}={value}: must be a positive {f.type}")
+    if found.num_heads % found.num_kv_heads:
+        raise UserError(f"{where}: {found.num_heads} query heads cannot share {found.num_kv_heads} key/value heads")
+    if not isinstance(found.rope_scaling, dict | None):
+        raise UserError(f"{where}: rope_scaling={found.rope_scaling}: must be null or a mapping, as in config.json")
+    return found
+
+
+def _check_supported(config: dict[str, Any], path: Path) -> None:
+    """Refuses what would be wrong without a word: heads take embedding rows, RMSNorm(x) * weight and h @ lm_head as they are."""
+    odd = [key for key in SCALED if config.get(key) not in (None, 1, 1.0)]
+    kind = str(config.get("model_type"))
+    if kind.startswith(OTHER_NORM):
+        odd.append(f"model_type {kind} (its norms multiply by 1 + weight)")
+    if odd:
+        raise UserError(
+            f"{path}: {', '.join(odd)}: such targets are not supported, for states and loss would be wrong. Supported are those "
+            "that read embedding, final RMSNorm and lm_head unscaled, such as Llama, Mistral, Qwen2 and Qwen3"
+        )
 
 
 def _check_spec(stated: TargetSpec, found: TargetSpec, folder: Path) -> None:
@@ -106,8 +139,9 @@ def _check_spec(stated: TargetSpec, found: TargetSpec, folder: Path) -> None:
 
 def spec(folder: Path) -> TargetSpec:
     """The dimensions in config.json; the text part of a multimodal one. Reads the rope keys of transformers 4 and of 5."""
-    whole = _read_json(folder / "config.json")
+    whole = read_json(folder / "config.json")
     config = whole.get("text_config", whole)
+    _check_supported(config, folder / "config.json")
 
     def need(key: str) -> Any:
         if key not in config:
@@ -117,7 +151,7 @@ def spec(folder: Path) -> TargetSpec:
     theta, scaling = _rope(config)
     heads = need("num_attention_heads")
     tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings"))
-    return TargetSpec(
+    found = TargetSpec(
         hidden_size=need("hidden_size"),
         num_layers=need("num_hidden_layers"),
         vocab_size=need("vocab_size"),
@@ -133,15 +167,21 @@ def spec(folder: Path) -> TargetSpec:
         # Model families disagree on the default of this key, so where config.json omits it the weights decide.
         tied_embeddings=bool(tied) if tied is not None else not any(LM_HEAD.search(name) for name in _tensor_files(folder)),
     )
+    return _sound(found, str(folder / "config.json"))
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling or None). transformers 5: all in `rope_parameters`, perhaps one set per kind of layer, of which heads use
     the full-attention one. transformers 4: `rope_theta` beside `rope_scaling`, whose kind may be called `type`.
     """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    scaling = dict(scaling.get("full_attention", scaling))
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise UserError(f"config.json: rope_parameters or rope_scaling is {given!r}: must be null or a mapping. Download the target again.")
+    scaling = dict(given.get("full_attention", given))
     theta = float(scaling.pop("rope_theta", config.get("rope_theta", 10000.0)))
+    partial = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):  # heads refuse it; left out here, they would rotate the whole of each head
+        scaling["partial_rotary_factor"] = partial
     kind = scaling.pop("type", None)
     scaling.setdefault("rope_type", kind or "default")
     if scaling == {"rope_type": "default"}:
@@ -186,20 +226,19 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"no file {path}. The target must be a Hugging Face model folder.") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}). Download the target again.") from error
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of the target. UserError: no such file, or none."""
+    return read_object(path, "the target must be a Hugging Face model folder, so download it again")
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> the file that holds it, from the index where the weights are sharded."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index}: no `weight_map` that says which file holds which tensor. Download the target again.")
+        return {name: folder / file for name, file in weight_map.items()}
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found.update(dict.fromkeys(_open(path, lambda f: list(f.keys())), path))

@@ -73,7 +73,7 @@ def offline(
     missing = [answer["id"] for answer in answers if answer["id"] not in place]
     if missing:
         raise UserError(
-            f"no states for {len(missing)} of {len(answers)} answers (first: {missing[0]}); see quarantine.jsonl beside the captured states"
+            f"no states for {len(missing)} of {len(answers)} answers (first: {missing[0]}): they hold NaN or Inf; try eval.dtype=float32"
         )
     counts, unknown = Counts(), 0
     for answer in answers:

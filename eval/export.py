@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from data import target as targets
 from data.errors import UserError
+from data.files import read_object
 from eval.layouts import LAYOUTS, check_config
 from heads import build
 from heads.base import DraftHead, Frozen, TargetSpec
@@ -96,7 +97,10 @@ def trained_head(
 
     UserError: the conf's head section is not the one that was trained.
     """
-    head = build(head_cfg, targets.spec(target_dir))
+    try:
+        head = build(head_cfg, targets.spec(target_dir))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"head: {error}") from error
     try:
         head.load_state_dict(state)
     except RuntimeError as error:
@@ -125,20 +129,13 @@ def read_export(folder: Path) -> dict[str, Any]:
     path = folder / "draftsmith.json"
     if not path.is_file():
         raise UserError(f"{folder}: no export of ours here (no draftsmith.json); make one with `python launch/export.py conf=<name>`")
-    about = _read_json(path)
+    about = read_object(path, "export again")
     if about.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path}: format_version {about.get('format_version')}, this program reads {FORMAT_VERSION}: export again")
+    for key, inner in (("serving", "method"), ("provenance", "checkpoint"), ("head", "_target_")):
+        if not isinstance(about.get(key), dict) or inner not in about[key]:
+            raise UserError(f"{path}: no {key}.{inner}: export again")
     return about
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}): export again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no JSON object: export again")
-    return content
 
 
 def validate_export(folder: Path, target: TargetSpec) -> None:
@@ -147,20 +144,35 @@ def validate_export(folder: Path, target: TargetSpec) -> None:
     Checks files, config keys that the engine would otherwise guess, the name, shape, dtype and finiteness of every tensor,
     and the draft-vocabulary map. Methods and architectures known: see eval/layouts.py."""
     about = read_export(folder)
-    config = _read_json(folder / "config.json")
+    config = read_object(folder / "config.json", "export again")
     method, architecture = about["serving"]["method"], (config.get("architectures") or ["none"])[0]
     if (method, architecture) not in LAYOUTS:
         known = ", ".join(f"{a} ({m})" for m, a in LAYOUTS)
         raise UserError(
             f"{folder}/config.json: architecture {architecture} with method {method!r} is not checked by this program, which knows {known}"
         )
+    _check_path(folder, method)
     faults = [f"unknown file {path.name}" for path in sorted(folder.iterdir()) if path.name not in FILES]
     faults += check_config(config, about["serving"], target)
     if faults:  # shapes follow from the config: with a broken one they mean nothing
         raise UserError(f"{folder}: not a sound export: {'; '.join(faults)}")
-    faults = _check_tensors(folder / "model.safetensors", config, LAYOUTS[method, architecture](config))
+    try:
+        faults = _check_tensors(folder / "model.safetensors", config, LAYOUTS[method, architecture](config))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder}/model.safetensors: unreadable ({error}): export again") from error
     if faults:
         raise UserError(f"{folder}: not a sound export: {'; '.join(faults)}")
+
+
+def _check_path(folder: Path, method: str) -> None:
+    """Any other method than those four is overruled by their names in the path, although it is given (vLLM 0.32, SpeculativeConfig)."""
+    if method in ("eagle", "eagle3", "dflash", "dspark"):
+        return
+    for word in ("eagle-", "eagle3", "dflash", "dspark"):
+        if word in str(folder.absolute()).lower():
+            raise UserError(
+                f"{folder}: vLLM would take an export under a path with {word!r} in it for another method: set run_dir to another"
+            )
 
 
 def _check_tensors(path: Path, config: dict[str, Any], layout: tuple[dict[str, tuple[int, ...]], set[str]]) -> list[str]:

@@ -80,7 +80,10 @@ def finished(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     path = run_dir / "eval" / "report.json"
     if not path.is_file():
         return None
-    report = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # cut short or edited: to be measured again
+        return None
     return report if report.get("settings") == json.loads(json.dumps(settings)) else None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.chat import load_tokenizer, loop_start, prompt_ids
+from data.chat import all_prompt_ids, load_tokenizer, loop_start
 from data.engine import engine_identity, generate
 from data.errors import UserError
 from data.prompts import ChatRecord, write_jsonl_line
@@ -181,7 +181,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
         validate_export(export_dir, spec(target_dir))
         check_fingerprint(read_export(export_dir)["target_fingerprint"], target_dir)
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
-    encoded = {record.id: prompt_ids(tokenizer, record) for record in prompts}
+    encoded = all_prompt_ids(tokenizer, prompts)
     requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, cfg.eval.k)
     longer, loops = None, 0
     if cfg.eval.cut_loops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from heads.base import DraftHead, TargetSpec
 
@@ -12,7 +12,7 @@ from heads.base import DraftHead, TargetSpec
 def build(head: dict[str, Any], target: TargetSpec) -> DraftHead:
     """Builds `head` (`_target_: heads.<file>.<Class>` and keyword arguments) on the current default device.
 
-    Raises ValueError for a path outside heads/, an unknown class or an unknown argument, listing what is known.
+    Raises ValueError for a path outside heads/, an unknown class, an unknown argument (listing what is known) or one of a wrong type.
     """
     arguments = dict(head)
     path = str(arguments.pop("_target_", ""))
@@ -29,4 +29,20 @@ def build(head: dict[str, Any], target: TargetSpec) -> DraftHead:
     unknown = sorted(set(arguments) - set(known))
     if unknown:
         raise ValueError(f"unknown keys in head: {', '.join(unknown)}; {path} knows {', '.join(known)}")
+    hints = get_type_hints(cls.__init__)
+    for key, value in arguments.items():
+        if key in hints and not _fits(value, hints[key]):
+            kind = hints[key].__name__ if isinstance(hints[key], type) and not get_args(hints[key]) else hints[key]
+            raise ValueError(f"head.{key}={value}: must be {kind}")
     return cls(target=target, **arguments)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is of the type that a constructor asks for: a class, a union, or a list of one of them."""
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if get_args(hint):
+        return any(_fits(value, part) for part in get_args(hint))
+    if isinstance(value, bool):  # an int to Python, but `depths: true` is a mistake
+        return hint in (bool, Any)
+    return hint is Any or isinstance(value, (int, float) if hint is float else hint)

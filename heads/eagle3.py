@@ -71,6 +71,8 @@ class Eagle3(RecurrentHead):
             draft_vocab_size=draft_vocab_size,
             train_lm_head=train_lm_head,
         )
+        if num_layers < 1:
+            raise ValueError(f"head.num_layers must be at least 1, not {num_layers}")
         _check_taps(taps, target, fc_norm or norm_before_fc)
         self.taps, self.needs_last = tuple(taps), "supervised" if taps else "all"
         size, eps = target.hidden_size, target.rms_norm_eps

@@ -56,6 +56,8 @@ def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     # The same operations in the same order as transformers and vLLM: float32 rounding of the angles then agrees too.
     inv_freq = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
     kind, scale = s.get("rope_type", s.get("type", "default")), 1.0
+    if s.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rotary embedding of a part of each head (partial_rotary_factor={s['partial_rotary_factor']}) is not supported")
     if kind == "linear":
         inv_freq = inv_freq / s["factor"]
     elif kind == "llama3":
@@ -79,6 +81,10 @@ class Attention(nn.Module):
 
     def __init__(self, spec: TargetSpec, input_size: int) -> None:
         super().__init__()
+        try:
+            rope_tables(spec, torch.zeros(1))  # here rather than in the first step: what the target asks for must be known
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"rope scaling {spec.rope_scaling} of the target is not complete: {error}") from None
         self.spec = spec
         self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)

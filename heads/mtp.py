@@ -77,6 +77,12 @@ class MTP(RecurrentHead):
         return Export(config, names, biases)  # the engine's block is Qwen2's, which has these biases
 
     def serving(self, k: int) -> dict[str, Any]:
+        t = self.target
+        if self.norms and t.num_heads * t.head_dim != t.hidden_size:
+            raise ValueError(
+                f"the engine's module for heads.mtp.MTP has heads of hidden_size / num_heads, which is not the target's {t.head_dim}; "
+                "train head=mtp_eagle3 or head=mtp_nonorm for this target"
+            )
         if not self.norms:
             return {"method": "eagle", "num_speculative_tokens": k}
         # vLLM sizes the module by the *target's* config, so the target must announce that it has one.

@@ -32,8 +32,12 @@ class RecurrentHead(DraftHead):
         train_lm_head: bool = False,
     ) -> None:
         super().__init__()
-        if depths < 1:
-            raise ValueError(f"head.depths must be at least 1, not {depths}")
+        if depths < 1 or loss_chunk < 1:
+            raise ValueError(f"head.depths and head.loss_chunk must be at least 1, not {depths} and {loss_chunk}")
+        if not 0 < depth_decay <= 1:
+            raise ValueError(f"head.depth_decay must be in (0, 1], not {depth_decay}")
+        if draft_vocab_size is not None and not 1 <= draft_vocab_size <= target.vocab_size:
+            raise ValueError(f"head.draft_vocab_size must be null or in 1..{target.vocab_size}, the target's size, not {draft_vocab_size}")
         self.target, self.depths, self.loss_chunk = target, depths, loss_chunk
         self.depth_weights = tuple(depth_decay**k for k in range(depths))
         size = min(draft_vocab_size or target.vocab_size, target.vocab_size)

@@ -3,23 +3,21 @@
 import sys
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.engine import capture, engine_identity  # noqa: E402
 from data.identity import check_responses, identity  # noqa: E402
+from data.lock import alone  # noqa: E402
 from data.target import resolve, spec  # noqa: E402
-from heads import build  # noqa: E402
 from train.config import RunConfig, main  # noqa: E402
+from train.plan import build_on_meta  # noqa: E402
 
 
 def run(cfg: RunConfig) -> None:
     target_dir = resolve(cfg.target, ROOT)
     target, maker = spec(target_dir), identity(target_dir, cfg.target)
-    with torch.device("meta"):
-        head = build(cfg.head, target)
+    head = build_on_meta(cfg, target)
     taps, last = tuple(sorted(set(head.taps))), head.needs_last
     manifest = {**maker, "taps": list(taps), "hidden_size": target.hidden_size, "last": last}
     manifest |= {"dtype": cfg.data.states_dtype, "engine": engine_identity()}
@@ -29,7 +27,8 @@ def run(cfg: RunConfig) -> None:
     for split, path in answers.items():
         settings = {"target_dir": target_dir, "target_cfg": cfg.target, "taps": taps, "last": last, "manifest": manifest}
         settings |= {"max_length": cfg.data.max_length, "cap_gb": cfg.data.max_store_gb}
-        capture(responses=path, store_dir=Path(cfg.data.store) / split, **settings)
+        with alone(Path(cfg.data.store), "data.store"):
+            capture(responses=path, store_dir=Path(cfg.data.store) / split, **settings)
 
 
 if __name__ == "__main__":

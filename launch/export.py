@@ -1,6 +1,5 @@
 """The newest checkpoint of a run as a folder that vLLM loads: python launch/export.py conf=<name>. Writes <run_dir>/export/vllm."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,9 +9,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from data.errors import UserError  # noqa: E402
+from data.files import read_object  # noqa: E402
 from data.target import resolve  # noqa: E402
 from eval.export import check_fingerprint, export_head, trained_head  # noqa: E402
-from train.checkpoint import latest, load_head  # noqa: E402
+from train.checkpoint import check_head, latest, load_head  # noqa: E402
 from train.config import RunConfig, main  # noqa: E402
 
 
@@ -21,7 +21,9 @@ def export(cfg: RunConfig) -> None:
     step = latest(run_dir)
     if step is None:
         raise UserError(f"{run_dir}: no checkpoint yet; train first with `python launch/train.py conf=<name>`")
-    provenance = json.loads((run_dir / "provenance.json").read_text(encoding="utf-8")) | {"checkpoint": step.name}
+    check_head(step, cfg.head)
+    again = "`python launch/train.py conf=<name>` writes it again"
+    provenance = {**read_object(run_dir / "provenance.json", again), "checkpoint": step.name}
     target_dir = resolve(cfg.target, ROOT)
     check_fingerprint(provenance["target"]["fingerprint"], target_dir)
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")

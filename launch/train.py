@@ -1,6 +1,7 @@
 """Hidden states -> a trained head: `torchrun launch/train.py conf=<name>`. Goes on from the latest checkpoint of runs/<name>."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -8,6 +9,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from data.lock import alone  # noqa: E402
 from data.target import resolve, spec, spec_from_config  # noqa: E402
 from heads import build  # noqa: E402
 from train import dist, plan, setup  # noqa: E402
@@ -28,7 +30,8 @@ def run(cfg: RunConfig) -> None:
     head = build(cfg.head, spec(target_dir))
     store, heldout = (setup.open_store(cfg, head, target_dir, split) for split in ("train", "heldout"))
     setup.equip(cfg, head, target_dir, store)
-    fit(cfg, Engine(head, cfg), setup.open_batches(cfg, head, store), setup.open_batches(cfg, head, heldout))
+    with alone(Path(cfg.run_dir), "name or run_dir") if dist.rank() == 0 else nullcontext():
+        fit(cfg, Engine(head, cfg), setup.open_batches(cfg, head, store), setup.open_batches(cfg, head, heldout))
     dist.stop()
 
 

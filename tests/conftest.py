@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,3 @@ def conf(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def head(conf: dict[str, Any]) -> DraftHead:
     return ready(conf)
-
-
-@pytest.fixture
-def make_batch() -> Callable[..., Batch]:
-    return batch_of

@@ -91,6 +91,7 @@ def spoil_latest(run_dir: Path) -> None:
         (spoil_latest, {}, ["latest names step-000077", "step-000002"]),
         (None, {"optim.lr": 0.5}, ["belongs to another run", "optim", "0.5"]),
         (None, {"train.micro_tokens": 99}, ["train.micro_tokens was 40, is 99"]),
+        (None, {"data.max_length": 9}, ["data.max_length was 4096, is 9"]),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path, store: Path, spoil: Any, settings: dict[str, Any], parts: list[str]) -> None:

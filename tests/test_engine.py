@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from data import engine_job
 from data.builtin import build_tiny
 from data.chat import loop_start
-from data.engine import capture, check_meta, generate, respond
+from data.engine import capture, check_meta, generate, respond, unanswered
 from data.engine_job import LoopWatch, cache_plan, llm_settings, run_child, stop_ids
 from data.errors import UserError
 from data.prompts import read_jsonl_tolerant
@@ -70,7 +70,7 @@ def answer(target: Path, out: Path, records: list[dict[str, Any]], cut_loops: in
 def write_responses(path: Path, n: int, prompt: int, response: int) -> Path:
     """Responses of random ids: capture does not care who wrote them."""
     lines = [
-        {"id": f"{r['id']}#0", "prompt_ids": r["prompt_ids"][:prompt], "response_ids": r["prompt_ids"][prompt:]}
+        {"id": f"{r['id']}#0", "prompt_ids": r["prompt_ids"][:prompt], "response_ids": r["prompt_ids"][prompt:], "finish_reason": "stop"}
         for r in prompts(n, prompt + response)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -120,13 +120,29 @@ def test_answers_without_a_maker_are_refused(tmp_path: Path) -> None:
 def test_long_prompts_are_listed_and_a_cut_last_line_is_removed(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "train.jsonl"
     check_meta(out, {"target": "tiny"})
-    whole = {"id": "r0#0", "response_ids": [1], "finish_reason": "stop"}
+    whole = {"id": "r0#0", "prompt_ids": prompts(1)[0]["prompt_ids"], "response_ids": [1], "finish_reason": "stop"}
     out.write_text(json.dumps(whole) + "\n" + '{"id": "r0#1", "resp')
     long = {**prompts(1)[0], "id": "long", "prompt_ids": [11] * 512}
     result = answer(target, out, [*prompts(1), long], samples=1)
     assert result["answers"] == 1 and out.read_text() == json.dumps(whole) + "\n"
     assert "1 of 2 prompts" in capsys.readouterr().out
     assert json.loads((tmp_path / "train.quarantine.jsonl").read_text())["id"] == "long"
+
+
+def test_a_resume_goes_by_ids_not_by_the_number_of_lines(tmp_path: Path) -> None:
+    """Answers are written in the order in which they end, which is not that of the prompts."""
+    records = prompts(3)
+    done = {name: records[int(name[1])]["prompt_ids"] for name in ("r2#0", "r0#1", "r1#1")}
+    todo = unanswered(records, 2, done, tmp_path)
+    assert [r["id"] for r in todo] == ["r0#0", "r1#0", "r2#1"] and todo[1]["prompt_ids"] == records[1]["prompt_ids"]
+    with pytest.raises(UserError, match=r"r1#0 and 0 more answer other prompts.*data\.responses"):
+        unanswered(records, 2, {**done, "r1#0": [11, 12]}, tmp_path)
+
+
+def test_a_method_is_never_left_to_the_engine_to_guess(target: Path) -> None:
+    settings = {"target_dir": target, "target_cfg": config(target), "prompts": [], "hf_overrides": None, "dtype": "float32"}
+    with pytest.raises(AssertionError, match="guesses a missing method"):
+        generate(speculative={"model": "eagle-x", "num_speculative_tokens": 3}, concurrency=1, max_model_len=64, **settings)
 
 
 def test_stop_ids_are_those_of_every_file(target: Path, tmp_path: Path) -> None:

@@ -184,6 +184,15 @@ def test_stray_weights_beside_the_export_are_refused(target_dir, tmp_path):
         validate_export(out, spec(target_dir))
 
 
+@pytest.mark.parametrize("word", ["eagle3", "Eagle-", "dflash", "dspark"])
+def test_a_path_that_makes_the_engine_take_another_method_is_refused(word, target_dir, tmp_path):
+    run_dir = tmp_path / f"my_{word}x"
+    with pytest.raises(UserError, match=f"'{word.lower()}' in it.*run_dir"):
+        export(MTP, target_dir, run_dir / "vllm")
+    assert not list(run_dir.iterdir())
+    export(EAGLE3, target_dir, run_dir / "vllm")
+
+
 def test_a_folder_that_is_no_export_names_the_command(target_dir, tmp_path):
     with pytest.raises(UserError, match=r"launch/export.py"):
         validate_export(tmp_path, spec(target_dir))

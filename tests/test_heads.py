@@ -80,10 +80,28 @@ def test_causality(head):
         assert not torch.equal(log_q[t + 1 :], other_log_q[t + 1 :])
 
 
-def test_documents_are_isolated_and_packing_changes_nothing(head):
+@pytest.mark.parametrize("supervised", ["answers", "everything"])
+def test_documents_are_isolated_and_packing_changes_nothing(head, supervised):
+    """Also where the next document begins with a supervised token: its ends are a rule, not the luck that prompts come first."""
     batch = batch_of(head)
-    parts = [head.loss(document(batch, i)).loss_K for i in range(3)]
-    torch.testing.assert_close(head.loss(batch).loss_K, torch.stack(parts).sum(0))
+    if supervised == "everything":
+        batch.loss_mask_T[:] = True
+    parts = [head.eval().loss(document(batch, i)) for i in range(3)]
+    out = head.loss(batch)
+    torch.testing.assert_close(out.loss_K, torch.stack([part.loss_K for part in parts]).sum(0))
+    assert torch.equal(out.count_K, sum(part.count_K for part in parts)) and torch.equal(out.count_K, head.count(batch))
+    for name, pair in out.metrics.items():
+        assert all(torch.equal(whole, sum(part.metrics[name][i] for part in parts)) for i, whole in enumerate(pair))
+
+
+def test_unsupervised_documents_change_neither_loss_nor_count(head):
+    """The mean is over supervised positions: what else lies in the pack, and how far it is padded for attention, does not matter."""
+    batch = batch_of(head, (9, 30, 7))
+    batch.loss_mask_T[9:39] = False
+    alone = [head.loss(document(batch, i)) for i in (0, 2)]
+    out = head.loss(batch)
+    assert torch.equal(out.count_K, alone[0].count_K + alone[1].count_K)
+    torch.testing.assert_close(out.loss_K, alone[0].loss_K + alone[1].loss_K)
 
 
 def test_gradients_of_packed_and_split_batches_agree(head):
@@ -166,6 +184,7 @@ def test_export_names_every_parameter_once(head):
     engine_names = [*export.names.values(), *export.extra]
     assert len(set(engine_names)) == len(engine_names)
     assert set(export.names) == {n for n in head.state_dict() if n != "draft_ids_U"}
+    head.target = dataclasses.replace(SPEC, head_dim=SPEC.hidden_size // SPEC.num_heads)  # no engine serves every shape of every head
     serving = head.serving(3)
     assert serving["method"] and serving["num_speculative_tokens"] == 3
 

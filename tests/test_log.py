@@ -33,6 +33,15 @@ def test_means_are_pooled_over_batches_not_averaged_per_batch() -> None:
     assert console_line("val", 5, 10, record) == "held out 5/10  loss 1.7500  accept 0.250 -  acceptance length 1.250"
 
 
+def test_metrics_wait_for_the_device_only_when_they_are_read() -> None:
+    """Tensors on `meta` have no value: whatever reads one fails."""
+    meter, counts = Meter(), torch.zeros(3, dtype=torch.long, device="meta")
+    for _ in range(2):
+        meter.add(LossOut(torch.zeros(3, device="meta"), counts, {"hit": (counts, counts)}))
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        meter.means()
+
+
 def test_a_rank_without_batches_adds_nothing() -> None:
     dist.start()
     assert Meter().means(like=out([3.0], [2], [1])) == {"loss": [None], "accept": [None]}

@@ -1,10 +1,12 @@
 """Our modules against vLLM's model classes, fed the same tokens and states, in float32: drafts equal, logits within 2e-3, every switch.
 
-The heads are random, the target tiny and random; the export is the real one and vLLM is the real one.
+The heads are random, the target tiny and random; the export is the real one and vLLM is the real one. Starting vLLM takes most of the
+time, so the first cases turn several switches on at once; the slow ones take each alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -23,10 +25,22 @@ from eval.export import export_head
 from heads import build
 from heads.attention import Documents
 from heads.base import Batch
+from heads.eagle3 import Eagle3
+from heads.mtp import MTP as MultiTokenPrediction
 
 EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
-CASES = {
+MTP = {"_target_": "heads.mtp.MTP"}
+TOGETHER = {
     "eagle3": EAGLE3,
+    "eagle3.1_reduced_two_taps": EAGLE3 | {"taps": [1, 2], "fc_norm": True, "norm_output": True, "draft_vocab_size": 200},
+    "eagle3_one_tap_layers_own_rows": EAGLE3
+    | {"taps": [2], "num_layers": 2, "norm_before_fc": True, "train_lm_head": True, "draft_vocab_size": 200},
+    "eagle3_own_lm_head": EAGLE3 | {"train_lm_head": True, "norm_before_residual": True},
+    "eagle3_no_taps": EAGLE3 | {"taps": []},
+    "mtp": MTP,
+    "mtp_without_norms": MTP | {"norms": False},
+}
+ALONE = {
     "eagle3_reduced": EAGLE3 | {"draft_vocab_size": 200},
     "eagle3_trained_lm_head": EAGLE3 | {"draft_vocab_size": 200, "train_lm_head": True},
     "eagle3_full_trained_lm_head": EAGLE3 | {"train_lm_head": True},
@@ -37,9 +51,6 @@ CASES = {
     "eagle3_two_layers": EAGLE3 | {"num_layers": 2},
     "eagle3_two_taps": EAGLE3 | {"taps": [1, 2]},
     "eagle3_one_tap": EAGLE3 | {"taps": [2]},
-    "eagle3_no_taps": EAGLE3 | {"taps": []},
-    "mtp": {"_target_": "heads.mtp.MTP"},
-    "mtp_without_norms": {"_target_": "heads.mtp.MTP", "norms": False},
 }
 PROMPT = [(7 * i * i + 3 * i) % 509 for i in range(11)]
 LENGTH = 40
@@ -86,16 +97,17 @@ def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
     return torch.stack(out)
 
 
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parity")
+def probed(folder: Path, cases: dict):
+    """(tokens, residual streams, last state, heads, what vLLM recorded). `eagle-` in a path would make EAGLE-1 of any head whose
+    method is not passed."""
     target_dir = build_tiny(folder / "target")
     tokens, residuals, last = greedy_states(target_dir)
     heads, jobs = {}, []
-    for name, conf in CASES.items():
+    for name, conf in cases.items():
         head, parts = random_head(conf, target_dir)
-        out = export_head(head, parts, target_dir, folder / name, dtype=torch.float32, head_cfg=conf, k=3, provenance={})
         serving = head.serving(3)
+        place = folder / (name if serving["method"] == "mtp" else f"eagle-{name}")
+        out = export_head(head, parts, target_dir, place, dtype=torch.float32, head_cfg=conf, k=3, provenance={})
         overrides = serving.pop("target_hf_overrides", None)
         jobs.append(
             {"name": name, "target": str(target_dir), "folder": str(out), "serving": serving, "overrides": overrides}
@@ -110,8 +122,28 @@ def probe(tmp_path_factory):
     return tokens, residuals, last, heads, torch.load(job.with_suffix(".pt"), weights_only=True)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logits_and_drafts_equal_vllms(probe, name):
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    return probed(tmp_path_factory.mktemp("parity"), TOGETHER)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return probed(tmp_path_factory.mktemp("parity"), ALONE)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_logits_and_drafts_equal_vllms(together, name):
+    check(together, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_each_switch_alone(alone, name):
+    check(alone, name)
+
+
+def check(probe, name):
     tokens, residuals, last, heads, recorded = probe
     head, record = heads[name], recorded[name]
     assert record["output"] == tokens[len(PROMPT) :], "speculation changed the target's output"
@@ -138,4 +170,13 @@ def test_logits_and_drafts_equal_vllms(probe, name):
 def test_every_head_conf_has_a_case():
     """A head that is not held against the engine is not done."""
     classes = {yaml.safe_load(path.read_text())["_target_"] for path in (ROOT / "conf/head").glob("*.yaml")}
-    assert classes == {c["_target_"] for c in CASES.values()}
+    assert classes == {c["_target_"] for c in TOGETHER.values()}
+
+
+def test_every_switch_is_on_in_one_case_and_off_in_another():
+    for cls in (Eagle3, MultiTokenPrediction):
+        cases = [c for c in TOGETHER.values() if c["_target_"].endswith(f".{cls.__name__}")]
+        switches = {k: p.default for k, p in inspect.signature(cls.__init__).parameters.items() if isinstance(p.default, bool)}
+        assert switches
+        for key, default in switches.items():
+            assert {c.get(key, default) for c in cases} == {True, False}, key

@@ -90,7 +90,7 @@ def train(head, cfg: RunConfig, target_dir: Path, folder: Path, prompts: list[di
         dtype="float32", concurrency=4, max_model_len=256,
     )  # fmt: skip
     answers = folder / "answers.jsonl"
-    lines = [{**p, "response_ids": plain["outputs"][p["id"]]["token_ids"]} for p in prompts]
+    lines = [{**p, "response_ids": plain["outputs"][p["id"]]["token_ids"], "finish_reason": "stop"} for p in prompts]
     answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
     torch.manual_seed(0)
     if head.get_buffer("draft_ids_U") is not None:
@@ -159,6 +159,8 @@ def test_counts_are_equal_to_the_last_draft_where_the_continuation_is_known(tmp_
     report = evaluate(cfg, target_dir, out, records, answers)
     offline, engine = offline_report(cfg, head, target_dir, answers), report["methods"][1]
     lines, _ = read_jsonl_tolerant(answers)
+    tokenizer = load_tokenizer(target_dir, False)
+    assert [line["prompt_ids"] for line in lines] == [prompt_ids(tokenizer, record) for record in records], "the chat template is in"
     assert report["prompts"]["answers_cut"] == len(records) == sum(len(line["tail_ids"]) >= K for line in lines)
     assert offline["unjudged_drafts"] == 0 and engine["lossless"] == 1.0
     assert 0 < engine["accepted_tokens"] < engine["draft_tokens"]

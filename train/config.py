@@ -6,9 +6,11 @@ Composed once per process by `load`; everything below receives these dataclasses
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count 
 CONF = ROOT / "conf"
 SCHEDULES = ("cosine", "wsd", "constant")
 DTYPES = ("bfloat16", "float32")
+METHODS = ("none", "ngram", "head")  # of evaluation
+# What the system may say of a path that a user named, or of a full disk: theirs to mend, so said in one line.
+PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
+
+AT_LEAST_1 = """train.steps train.accum train.micro_tokens train.val_every train.save_every train.keep train.log_every data.max_length
+    data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples eval.k eval.max_tokens eval.concurrency
+    log.every_console target.max_model_len target.tensor_parallel""".split()
 
 
 @dataclass
@@ -135,27 +144,32 @@ def main(run: Callable[[RunConfig], object]) -> None:
         return
     try:
         run(load(argv))
-    except UserError as error:
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and launch/run.py may each send one
+        print("stopped; the same command goes on from what is done", file=sys.stderr, flush=True)
+        sys.exit(130)  # 128 + SIGINT
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in PATH_ERRORS:
+            raise
         rank = int(os.environ.get("RANK", "0"))
         if rank:  # what all ranks run into is rank 0's to say, and torchrun ends the others at once; what is left is this rank's own
             time.sleep(3)
-        print(f"error: {f'[rank {rank}] ' if rank else ''}{error}", file=sys.stderr, flush=True)
+        text = _of_path(error) if isinstance(error, OSError) else error
+        print(f"error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def _of_path(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; a run writes to run_dir, data.store and data.responses: set them to folders with space that you own"
 
 
 def usage(script: str) -> str:
     groups = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "conf")
-    return "\n".join(
-        [
-            f"usage: {script} conf=<name> [group=<choice>] [section.key=value] ...",
-            "",
-            f"confs (conf/conf/<name>.yaml): {', '.join(choices('conf'))}",
-            *(f"{group}: {', '.join(choices(group))}" for group in groups),
-            "",
-            "Every key of a conf can be set on the command line, as in train.steps=200; dry_run=true prints the plan and stops.",
-            "Several processes: torchrun --nproc_per_node <n> launch/train.py conf=<name>",
-        ]
-    )
+    lines = [f"usage: {script} conf=<name> [group=<choice>] [section.key=value] ...", ""]
+    lines += [f"confs (conf/conf/<name>.yaml): {', '.join(choices('conf'))}", *(f"{g}: {', '.join(choices(g))}" for g in groups), ""]
+    lines += ["Every key of a conf can be set on the command line, as in train.steps=200; dry_run=true prints the plan and stops."]
+    return "\n".join([*lines, "Several processes: torchrun --nproc_per_node <n> launch/train.py conf=<name>"])
 
 
 def choices(group: str, conf_dir: Path = CONF) -> list[str]:
@@ -179,7 +193,7 @@ def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
     try:
         cfg = _compose(argv, conf_dir)
         run = OmegaConf.to_object(cfg)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own for head=null
         raise UserError(_explain(error, argv, conf_dir)) from error
     except YAMLError as error:
         raise UserError(f"a file under conf/ is no valid YAML: {' '.join(str(error).split())}") from error
@@ -242,10 +256,7 @@ def check(run: RunConfig) -> None:
         if not ok(value):
             raise UserError(f"{key}={value}: must be {what}")
 
-    at_least_1 = ["train.steps", "train.accum", "train.micro_tokens", "train.val_every", "train.save_every", "train.keep"]
-    at_least_1 += ["train.log_every", "data.max_length", "data.loop_ngram", "data.batch_size", "data.sampling.max_tokens"]
-    at_least_1 += ["data.sampling.samples", "eval.k", "eval.max_tokens", "eval.concurrency", "log.every_console"]
-    for key in at_least_1:
+    for key in AT_LEAST_1:
         need(key, lambda v: v >= 1, "1 or more")
     for key in ("train.threads", "data.limit", "data.heldout_limit", "eval.limit"):
         need(key, lambda v: v is None or v >= 1, "1 or more, or null")
@@ -256,12 +267,28 @@ def check(run: RunConfig) -> None:
     need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
     need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
     need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
+    for key in ("optim.eps", "optim.weight_decay", "data.sampling.top_k", "train.seed"):
+        need(key, lambda v: 0 <= v < math.inf, "0 or more")
     need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
-    need("data.sampling.temperature", lambda v: v >= 0, "0 (greedy) or more")
+    need("data.sampling.temperature", lambda v: 0 <= v < math.inf, "0 (greedy) or more")
+    need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")
+    need("eval.dtype", lambda v: v is None or v in DTYPES, f"null or one of {', '.join(DTYPES)}")
+    several = f"`none`, to which the others are compared, and others of {', '.join(METHODS)}, each once"
+    need("eval.methods", lambda v: "none" in v and set(v) <= set(METHODS) and len(set(v)) == len(v), several)
+    longest = run.target.spec.get("max_positions", math.inf)
+    need("target.max_model_len", lambda v: v <= longest, f"at most {longest}, the positions that the target knows (target.spec)")
+    need("name", lambda v: bool(v.strip()), "a name")
     need("data.sampling.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
+    _check_groups(run)
+
+
+def _check_groups(run: RunConfig) -> None:
+    for key, path in (("run_dir", run.run_dir), ("data.responses", run.data.responses), ("data.store", run.data.store)):
+        if ROOT.is_relative_to(Path(path).resolve()):  # so it is where it was left empty
+            raise UserError(f"{key}={path}: must be a folder of its own")
     if not str(run.head.get("_target_", "")).startswith("heads."):
         raise UserError(f"head._target_={run.head.get('_target_')}: must name a class under heads., as conf/head/*.yaml do")
-    if run.zero.get("stage") not in (1, 2, 3):
+    if type(run.zero.get("stage")) is not int or run.zero["stage"] not in (1, 2, 3):
         raise UserError(f"zero.stage={run.zero.get('stage')}: must be 1, 2 or 3; as conf/zero/*.yaml have it")
 
 

@@ -64,11 +64,6 @@ def all_sum(x: Tensor) -> Tensor:
     return x
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` holds on at least one rank."""
-    return bool(all_sum(torch.tensor([float(flag)])).item())
-
-
 def broadcast(x: Tensor) -> Tensor:
     """Rank 0's CPU tensor on every rank, in place."""
     torch_dist.broadcast(x, src=0)

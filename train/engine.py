@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.errors import UserError
 from heads.base import Batch, DraftHead, LossOut
 from train import dist
 from train.config import RunConfig
@@ -84,6 +85,10 @@ class Engine:
         objective = _Objective(head)
         if self.stage == 3:  # losses reach into weights without calling their modules, so the head is gathered as a whole
             deepspeed.utils.set_z3_leaf_modules(objective, [_Objective])
+        try:
+            deepspeed.runtime.zero.config.DeepSpeedZeroConfig(**cfg.zero)
+        except ValueError as error:  # pydantic's: a line that counts, then two for each key
+            raise UserError(f"zero: {' '.join(' '.join(str(error).splitlines()[1:3]).split())}; as conf/zero/*.yaml have it") from error
         optim = cfg.optim
         adam = torch.optim.AdamW(
             param_groups(head, optim.weight_decay), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps,
@@ -102,7 +107,7 @@ class Engine:
         # undone here, so that a step is the same for any split of its micro-batches over ranks and accumulation.
         scale_K = self.weights_K * (self.accum * dist.world()) / total_K.clamp(min=1).to(self.device)
         loss = (loss_K * scale_K).sum()
-        # A loss that is not finite makes every gradient so, and `update` then refuses the step on all ranks without asking them.
+        # A loss that is not finite makes every gradient so, and DeepSpeed then refuses the step on all ranks.
         self.ds.backward(loss * torch.where(loss.detach().isfinite(), 1.0, float("nan")))
         self.ds.step()  # steps on the last micro-batch only
         return LossOut(loss_K.detach(), count_K, metrics)

@@ -90,7 +90,9 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
 def build_on_meta(cfg: RunConfig, spec: TargetSpec) -> DraftHead:
     try:
         with torch.device("meta"):
-            return heads.build(cfg.head, spec)
+            head = heads.build(cfg.head, spec)
+            head.serving(cfg.eval.k)  # refuses what no engine could serve, before anything is made for it
+            return head
     except (ValueError, TypeError) as error:
         raise UserError(f"head: {error}") from error
 

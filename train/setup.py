@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from data.batch import Batches
-from data.identity import tokenizer_hash
+from data.identity import template_hash, tokenizer_hash
 from data.store import Store, check_compatible
 from data.target import fingerprint, frozen
 from data.vocab import count_supervised, coverage, draft_vocab
@@ -17,7 +17,8 @@ from train.config import RunConfig
 
 
 def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) -> Store:
-    """The hidden states of a split. Raises UserError where there are none, or those of another target, tokenizer or set of taps."""
+    """The hidden states of a split. Raises UserError where there are none, or those of another target, tokenizer,
+    chat template or set of taps."""
     store = Store(Path(cfg.data.store) / split)
     check_compatible(
         store.manifest,
@@ -25,6 +26,7 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
         taps=head.taps,
         needs_last=head.needs_last,
         tokenizer_hash=tokenizer_hash(target_dir),
+        template_hash=template_hash(target_dir),
     )
     return store
 
