@@ -6,12 +6,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data.engine import capture, engine_identity  # noqa: E402
-from data.identity import check_responses, identity  # noqa: E402
-from data.lock import alone  # noqa: E402
-from data.target import resolve, spec  # noqa: E402
-from train.config import RunConfig, main  # noqa: E402
-from train.plan import build_on_meta  # noqa: E402
+from data.engine import capture, engine_identity
+from data.identity import check_responses, identity
+from data.lock import alone
+from data.target import resolve, spec
+from train.config import RunConfig, main
+from train.plan import build_on_meta
 
 
 def run(cfg: RunConfig) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from data.errors import UserError  # noqa: E402
-from data.files import read_object  # noqa: E402
-from data.target import resolve  # noqa: E402
-from eval.export import check_fingerprint, export_head, trained_head  # noqa: E402
-from train.checkpoint import check_head, latest, load_head  # noqa: E402
-from train.config import RunConfig, main  # noqa: E402
+from data.errors import UserError
+from data.files import read_object
+from data.target import resolve
+from eval.export import check_fingerprint, export_head, trained_head
+from train.checkpoint import check_head, latest, load_head
+from train.config import RunConfig, main
 
 
 def export(cfg: RunConfig) -> None:

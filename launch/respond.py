@@ -4,22 +4,20 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.chat import all_prompt_ids, load_tokenizer  # noqa: E402
-from data.engine import respond  # noqa: E402
-from data.errors import UserError  # noqa: E402
-from data.identity import identity  # noqa: E402
-from data.lock import alone  # noqa: E402
-from data.prompts import read_prompts, select  # noqa: E402
-from data.target import resolve  # noqa: E402
-from train.config import RunConfig, main  # noqa: E402
+from data.chat import all_prompt_ids, load_tokenizer
+from data.engine import respond
+from data.errors import UserError
+from data.identity import identity
+from data.lock import alone
+from data.prompts import read_prompts, select
+from data.target import resolve
+from train.config import ROOT, RunConfig, main
 
 
 def run(cfg: RunConfig) -> None:
-    folder = Path(cfg.data.responses)
-    target_dir = resolve(cfg.target, ROOT)
+    folder, target_dir = Path(cfg.data.responses), resolve(cfg.target, ROOT)
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
     prompts = read_prompts(cfg.data.prompts, folder / "quarantine.jsonl", ROOT)
     maker, sampling = identity(target_dir, cfg.target), asdict(cfg.data.sampling)

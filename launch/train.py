@@ -7,15 +7,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from data.lock import alone  # noqa: E402
-from data.target import resolve, spec, spec_from_config  # noqa: E402
-from heads import build  # noqa: E402
-from train import dist, plan, setup  # noqa: E402
-from train.config import RunConfig, main  # noqa: E402
-from train.engine import Engine  # noqa: E402
-from train.loop import fit  # noqa: E402
+from data.lock import alone
+from data.target import resolve, spec, spec_from_config
+from heads import build
+from train import dist, plan, setup
+from train.config import RunConfig, main
+from train.engine import Engine
+from train.loop import fit
 
 
 def run(cfg: RunConfig) -> None:

@@ -45,7 +45,9 @@ def made(conf: dict[str, Any], target_dir: Path):
 
 def export(conf: dict[str, Any], target_dir: Path, out: Path, dtype: torch.dtype = torch.float32) -> Path:
     parts = frozen(target_dir, torch.float32, "cpu")
-    return export_head(made(conf, target_dir), parts, target_dir, out, dtype=dtype, head_cfg=conf, k=3, provenance={"commit": "abc"})
+    return export_head(
+        made(conf, target_dir), parts, target_dir, out, dtype=dtype, head_cfg=conf, k=3, provenance={"checkpoint": "step-000001"}
+    )
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -68,7 +70,11 @@ def test_every_parameter_arrives_under_its_engine_name(name, dtype, target_dir, 
 
 def test_what_it_is_and_how_to_serve_it_stand_beside_the_weights(target_dir, tmp_path):
     about = read_export(export(MTP, target_dir, tmp_path / "out"))
-    assert about["head"] == MTP and about["provenance"] == {"commit": "abc"} and about["target_fingerprint"] == fingerprint(target_dir)
+    assert (
+        about["head"] == MTP
+        and about["provenance"] == {"checkpoint": "step-000001"}
+        and about["target_fingerprint"] == fingerprint(target_dir)
+    )
     assert about["serving"] == {"method": "mtp", "num_speculative_tokens": 3, "target_hf_overrides": {"num_nextn_predict_layers": 1}}
 
 
@@ -90,7 +96,16 @@ def test_a_failed_export_keeps_the_old_one(target_dir, tmp_path):
     head = made(MTP, target_dir)
     torch.nn.init.constant_(head.input_proj.weight, float("nan"))
     with pytest.raises(UserError, match="input_proj.*NaN"):
-        export_head(head, frozen(target_dir, torch.float32, "cpu"), target_dir, out, dtype=torch.float32, head_cfg=MTP, k=3, provenance={})
+        export_head(
+            head,
+            frozen(target_dir, torch.float32, "cpu"),
+            target_dir,
+            out,
+            dtype=torch.float32,
+            head_cfg=MTP,
+            k=3,
+            provenance={"checkpoint": "step-000001"},
+        )
     validate_export(out, spec(target_dir))
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 

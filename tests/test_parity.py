@@ -107,7 +107,7 @@ def probed(folder: Path, cases: dict):
         head, parts = random_head(conf, target_dir)
         serving = head.serving(3)
         place = folder / (name if serving["method"] == "mtp" else f"eagle-{name}")
-        out = export_head(head, parts, target_dir, place, dtype=torch.float32, head_cfg=conf, k=3, provenance={})
+        out = export_head(head, parts, target_dir, place, dtype=torch.float32, head_cfg=conf, k=3, provenance={"checkpoint": "step-000001"})
         overrides = serving.pop("target_hf_overrides", None)
         jobs.append(
             {"name": name, "target": str(target_dir), "folder": str(out), "serving": serving, "overrides": overrides}

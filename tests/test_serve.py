@@ -127,7 +127,16 @@ def trained_run(name: str, folder: Path) -> Run:
     tokenizer = load_tokenizer(target_dir, False)
     prompts = [{"id": r.id, "prompt_ids": prompt_ids(tokenizer, r), "max_tokens": 60} for r in records]
     train(head, cfg, target_dir, folder, prompts)
-    out = export_head(head, head.frozen, target_dir, folder / "export", dtype=torch.float32, head_cfg=cfg.head, k=K, provenance={})
+    out = export_head(
+        head,
+        head.frozen,
+        target_dir,
+        folder / "export",
+        dtype=torch.float32,
+        head_cfg=cfg.head,
+        k=K,
+        provenance={"checkpoint": "step-000001"},
+    )
     return cfg, target_dir, head, records, out
 
 

@@ -1,0 +1,56 @@
+"""One evaluation of a run: the engine's figures, the offline chain beside them, and the report. Done once per export and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from data.errors import UserError
+from data.identity import prompts_hash
+from data.lock import alone
+from data.prompts import ChatRecord
+from data.target import fingerprint
+from eval.chain import offline_report
+from eval.export import read_export, trained_head
+from eval.report import finished, show, write
+from eval.serve import evaluate as evaluate_engine
+
+if TYPE_CHECKING:
+    from train.config import RunConfig
+
+LoadHead = Callable[[Path], dict[str, torch.Tensor]]  # the state_dict of a checkpoint folder
+
+
+def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> None:
+    """Measures the export of cfg.run_dir on the held-out prompts, or shows the report that is there with the same settings."""
+    run_dir = Path(cfg.run_dir)
+    export_dir = run_dir / "export" / "vllm"
+    export = read_export(export_dir)
+    if export["head"] != cfg.head:
+        raise UserError(f"{export_dir}: exported from head {export['head']}, the conf says {cfg.head}; use the conf it was trained with")
+    if not prompts:
+        raise UserError("data.prompts: no prompt for the split 'heldout', which is what is measured; add some, or give some meta.split")
+    settings = {"eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
+    settings |= {"fingerprint": fingerprint(target_dir), "prompts": prompts_hash(prompts), "export": export}
+    if earlier := finished(run_dir, settings):
+        return show(earlier, run_dir)
+    with alone(run_dir / "eval", "run_dir"):
+        report = _measure(cfg, target_dir, export_dir, prompts, load_head)
+        write(report | {"settings": settings}, run_dir)
+
+
+def _measure(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> dict[str, Any]:
+    run_dir = Path(cfg.run_dir)
+    answers = run_dir / "eval" / "plain.jsonl"
+    report = evaluate_engine(cfg, target_dir, export_dir, prompts, answers)
+    if "head" in cfg.eval.methods:
+        dtype = getattr(torch, cfg.eval.dtype or cfg.target.dtype)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        step = run_dir / read_export(export_dir)["provenance"]["checkpoint"]
+        head = trained_head(cfg.head, target_dir, load_head(step), dtype, device)
+        report["offline"] = offline_report(cfg, head, target_dir, answers)
+    return report
