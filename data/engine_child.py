@@ -5,9 +5,11 @@ it meanwhile. So this comes first, and imports vLLM last.
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -17,8 +19,12 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         sys.exit("the parent is gone")
-    from data.engine_worker import work
-
+    try:
+        from data.engine_worker import work
+    except ImportError as error:
+        result = Path(json.loads(Path(job).read_text(encoding="utf-8"))["result"])
+        result.write_text(json.dumps({"error": f"vLLM cannot be imported ({error}); install it anew: make setup"}), encoding="utf-8")
+        return
     work(job)
 
 

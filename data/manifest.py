@@ -16,6 +16,8 @@ from data.errors import UserError
 FORMAT_VERSION = 1
 CAPTURE = "`python launch/capture.py conf=<name>`"
 LAST_POLICIES = ("none", "supervised", "all")  # each holds all that those before it hold
+COUNTS = ("sequences", "tokens", "supervised_tokens")  # of a store and of each shard
+PER_SEQUENCE = ("ids", "lengths", "first_labels")  # lists of a shard
 # What a capture is: two runs that differ in one of these must not share a store.
 IDENTITY = ("target", "tokenizer_hash", "template_hash", "taps", "hidden_size", "last", "dtype", "engine")
 
@@ -161,7 +163,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a store manifest ({error!r}); delete {folder} and run {CAPTURE}") from error
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}; delete {folder} and run {CAPTURE}")
+    missing = [key for key in (*IDENTITY, "closed", *COUNTS, "shards") if key not in manifest]
+    faults = (
+        [f"it has no {', no '.join(missing)}"] if missing else [fault for shard in manifest["shards"] for fault in _shard_faults(shard)]
+    )
+    if faults:
+        raise UserError(f"{path}: not a whole store manifest ({faults[0]}), so it was edited; delete {folder} and run {CAPTURE}")
     return manifest
+
+
+def _shard_faults(shard: dict[str, Any]) -> list[str]:
+    missing = [key for key in ("file", "bytes", "sha256", *COUNTS, *PER_SEQUENCE) if key not in shard]
+    if missing:
+        return [f"a shard has no {', no '.join(missing)}"]
+    return [f"{shard['file']} lists {len(shard[key])} {key}" for key in PER_SEQUENCE if len(shard[key]) != shard["sequences"]]
 
 
 def _flat(value: Any, key: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from data.errors import UserError
 from data.manifest import replace_text
 from heads.base import LossOut
 from train import dist
@@ -190,13 +191,18 @@ def _wandb(cfg: RunConfig, run_dir: Path) -> Any:
     if not id_file.is_file():
         replace_text(id_file, secrets.token_hex(4) + "\n")
     online = "WANDB_API_KEY" in os.environ
-    return wandb.init(
-        project=cfg.log.project,
-        name=cfg.name,
-        id=id_file.read_text(encoding="utf-8").strip(),
-        resume="allow" if online else None,
-        mode="online" if online else "offline",
-        dir=str(run_dir),
-        config=asdict(cfg),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    try:
+        return wandb.init(
+            project=cfg.log.project,
+            name=cfg.name,
+            id=id_file.read_text(encoding="utf-8").strip(),
+            resume="allow" if online else None,
+            mode="online" if online else "offline",
+            dir=str(run_dir),
+            config=asdict(cfg),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:  # a wrong key, or no network
+        raise UserError(
+            f"W&B: {' '.join(str(error).split())}; unset WANDB_API_KEY to keep the run in {run_dir}, or set log=console"
+        ) from error

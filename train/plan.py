@@ -190,7 +190,7 @@ def _closed_manifest(cfg: RunConfig, split: str) -> dict | None:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return manifest if manifest.get("closed") else None
+    return manifest if isinstance(manifest, dict) and manifest.get("closed") and "tokens" in manifest else None
 
 
 def missing_inputs(cfg: RunConfig) -> list[str]:
