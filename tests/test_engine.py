@@ -194,7 +194,6 @@ def test_a_dead_engine_shows_its_last_lines(target: Path, tmp_path: Path, monkey
         run_child(job, [], "respond", 0, "answers")
 
 
-@pytest.mark.slow
 def test_captured_states_are_those_of_transformers(target: Path, tmp_path: Path) -> None:
     responses = write_responses(tmp_path / "train.jsonl", 12, 20, 170)  # more than one engine step, some over max_length
     counts = take(target, responses, tmp_path / "store", in_flight=5)
@@ -219,7 +218,6 @@ def test_captured_states_are_those_of_transformers(target: Path, tmp_path: Path)
             torch.testing.assert_close(found[key], stored[name][key], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_bfloat16_states_are_normed_as_the_model_norms_them(target: Path, tmp_path: Path) -> None:
     take(target, write_responses(tmp_path / "train.jsonl", 3, 10, 40), tmp_path / "store", dtype="bfloat16", taps=(0, DEPTH))
     norm = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).model.norm
@@ -228,7 +226,6 @@ def test_bfloat16_states_are_normed_as_the_model_norms_them(target: Path, tmp_pa
             assert found["last"].equal(norm(found["taps"][:, 0]))
 
 
-@pytest.mark.slow
 def test_answers_are_the_targets_own_resume_and_end_at_loops(target: Path, tmp_path: Path) -> None:
     records = prompts(5)
     result = answer(target, tmp_path / "train.jsonl", records)

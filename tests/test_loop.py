@@ -35,7 +35,6 @@ def test_one_process_gives_the_golden_losses(tmp_path: Path, store: Path, stage:
     assert losses(tmp_path) == pytest.approx(GOLDEN, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_two_ranks_give_the_golden_losses_resume_and_uneven_validation(tmp_path: Path, store: Path) -> None:
     """One launch: ZeRO 1, 2, 3; crashes and their resumes; a held-out set of one batch, which leaves a rank without any."""
     jobs: list[dict] = [{"run_dir": f"stage{stage}", "set": {"zero.stage": stage}} for stage in (1, 2, 3)]
