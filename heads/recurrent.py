@@ -40,7 +40,7 @@ class RecurrentHead(DraftHead):
             raise ValueError(f"head.draft_vocab_size must be null or in 1..{target.vocab_size}, the target's size, not {draft_vocab_size}")
         self.target, self.depths, self.loss_chunk = target, depths, loss_chunk
         self.depth_weights = tuple(depth_decay**k for k in range(depths))
-        size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
+        size = draft_vocab_size or target.vocab_size
         self.draft_vocab_size = size if size < target.vocab_size else None
         self.draft_ids_U: Tensor | None
         self.register_buffer("draft_ids_U", torch.zeros(size, dtype=torch.long) if self.draft_vocab_size else None)
@@ -53,12 +53,16 @@ class RecurrentHead(DraftHead):
 
     def attach(self, frozen: Frozen) -> None:
         super().attach(frozen)
-        self.teacher_UD = frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U]
+        self.teacher_UD = self._draft_rows(frozen)
 
     @torch.no_grad()
     def start_from(self, frozen: Frozen) -> None:
         if self.lm_head is not None:
-            self.lm_head.weight.copy_(frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U])
+            self.lm_head.weight.copy_(self._draft_rows(frozen))
+
+    def _draft_rows(self, frozen: Frozen) -> Tensor:
+        """The target's lm_head rows [U, D] of the draft vocabulary; the tensor itself where that is the whole one."""
+        return frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U]
 
     def first_state(self, batch: Batch) -> Tensor:
         """[T, D] state that depth 0 reads, from the target's states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from data.errors import UserError
 from heads import build
 from heads.base import Batch, DraftHead, Frozen, TargetSpec
 
@@ -25,6 +27,29 @@ SPEC = TargetSpec(
     rope_theta=10000.0,
     max_positions=512,
 )
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    """`call` raises a UserError whose one line holds all the words."""
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def store_manifest(taps: tuple[int, ...], hidden_size: int) -> dict[str, Any]:
+    """The identity of a capture, for stores of random states."""
+    return {
+        "target": {"id": "t", "revision": None, "fingerprint": "f0", "dtype": "bfloat16", "quantisation": None},
+        "tokenizer_hash": "tok",
+        "template_hash": "tpl",
+        "taps": list(taps),
+        "hidden_size": hidden_size,
+        "last": "supervised",
+        "dtype": "bfloat16",
+        "engine": {"name": "vllm", "version": "0.32.0"},
+    }
 
 
 def head_confs() -> dict[str, dict[str, Any]]:

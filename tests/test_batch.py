@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from conftest import store_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,16 +17,7 @@ from data.errors import UserError
 from data.store import Store, StoreWriter
 
 TAPS, D, MICRO, LONG = (1, 3), 8, 64, 90
-MANIFEST = {
-    "target": {"id": "t", "revision": None, "fingerprint": "f0", "dtype": "bfloat16", "quantisation": None},
-    "tokenizer_hash": "tok",
-    "template_hash": "tpl",
-    "taps": list(TAPS),
-    "hidden_size": D,
-    "last": "supervised",
-    "dtype": "bfloat16",
-    "engine": {"name": "vllm", "version": "0.32.0"},
-}
+MANIFEST = store_manifest(TAPS, D)
 SEQUENCES = 37
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SPEC, head_confs
+from conftest import SPEC, head_confs, refused
 from toy import make_config, make_store, train
 
 from data.builtin import build_tiny
 from data.chat import all_prompt_ids, load_tokenizer
 from data.engine import read_answers
-from data.errors import UserError
 from data.files import read_object
 from data.identity import check_responses, identity, prompts_hash, unfinished
 from data.lock import alone
@@ -33,14 +32,6 @@ from heads import build
 from train import checkpoint, config
 from train.config import ROOT, TargetConfig, load
 from train.plan import build_on_meta, plan
-
-
-def refused(call, *words):
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import store_manifest
 from safetensors.torch import load_file
 
 from data.errors import UserError
@@ -17,16 +18,7 @@ TAPS = (2, 5, 9)
 
 
 def manifest(**changes):
-    return {
-        "target": {"id": "t", "revision": None, "fingerprint": "f0", "dtype": "bfloat16", "quantisation": None},
-        "tokenizer_hash": "tok",
-        "template_hash": "tpl",
-        "taps": list(TAPS),
-        "hidden_size": D,
-        "last": "supervised",
-        "dtype": "bfloat16",
-        "engine": {"name": "vllm", "version": "0.32.0"},
-    } | changes
+    return store_manifest(TAPS, D) | changes
 
 
 def sequence(i, last="supervised", dtype=torch.bfloat16):

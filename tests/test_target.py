@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import builtin
-from data.errors import UserError
 from data.target import final_norm, fingerprint, frozen, resolve, spec, spec_from_config
 from heads.base import TargetSpec
 from train.config import TargetConfig, load
@@ -172,14 +172,6 @@ def test_spec_of_a_multimodal_config_is_its_text_part(tiny):
     config = json.loads((tiny / "config.json").read_text())
     (tiny / "config.json").write_text(json.dumps({"model_type": "some_vlm", "tie_word_embeddings": False, "text_config": config}))
     assert spec(tiny).hidden_size == 64
-
-
-def refused(call, *words):
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"])

@@ -294,7 +294,3 @@ def _check_groups(run: RunConfig) -> None:
 
 def to_yaml(run: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(run)))
-
-
-def write_yaml(run: RunConfig, path: Path) -> None:
-    path.write_text(to_yaml(run), encoding="utf-8")
