@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from data.errors import UserError
@@ -105,3 +106,14 @@ def test_help_lists_the_confs(tmp_path: Path) -> None:
     done = run_train("--help", cwd=tmp_path)
     assert done.returncode == 0 and "usage: train.py conf=<name>" in done.stdout
     assert all(path.stem in done.stdout for path in (ROOT / "conf/conf").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "able", "dtype"),
+    [(True, {}, "bfloat16"), (False, {"avx512_f": True, "avx512_bf16": False}, "float32"), (False, {"amx_bf16": True}, "bfloat16")],
+)
+def test_auto_dtype_is_what_the_machine_multiplies_fast(monkeypatch, cuda, able, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    run = load(["conf=smollm_mtp"])
+    assert (run.target.dtype, run.train.dtype, run.data.states_dtype) == (dtype, dtype, "bfloat16")

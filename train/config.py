@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.errors import UserError
+from train import dist
 
 ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
 CONF = ROOT / "conf"
@@ -53,7 +54,7 @@ class SamplingConfig:
 class TargetConfig:
     model: str = "???"  # hub id, local folder, or `builtin:smollm2` / `builtin:tiny`
     revision: str | None = None
-    dtype: str = "bfloat16"  # dtype in which the target is served and its states are captured
+    dtype: str = "bfloat16"  # in which the target is served and its states computed; auto: see dist.usual_dtype
     trust_remote_code: bool = False
     max_model_len: int = 4096
     tensor_parallel: int = 1  # GPUs that the engine spreads one copy of the target over
@@ -82,7 +83,7 @@ class TrainConfig:
     micro_tokens: int = 4096  # tokens of one micro-batch on one rank (packed)
     accum: int = 1
     seed: int = 0
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # or float32, or auto
     val_every: int = 200
     save_every: int = 500
     keep: int = 2
@@ -201,6 +202,8 @@ def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
     run.run_dir = str(ROOT / Path(run.run_dir).expanduser())
     run.data.responses = str(ROOT / Path(run.data.responses).expanduser())
     run.data.store = str(ROOT / Path(run.data.store).expanduser())
+    for section in (run.target, run.train):
+        section.dtype = dist.usual_dtype() if section.dtype == "auto" else section.dtype
     check(run)
     return run
 
@@ -260,8 +263,9 @@ def check(run: RunConfig) -> None:
         need(key, lambda v: v >= 1, "1 or more")
     for key in ("train.threads", "data.limit", "data.heldout_limit", "eval.limit"):
         need(key, lambda v: v is None or v >= 1, "1 or more, or null")
-    for key in ("train.dtype", "target.dtype", "data.states_dtype"):
-        need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
+    need("data.states_dtype", lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
+    for key in ("train.dtype", "target.dtype"):
+        need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
     for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
         need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
     need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
