@@ -1,118 +1,144 @@
 """Losses over a frozen or trained lm_head, chunked over label positions; the teacher is computed once for all depths.
 
-Shape suffixes: T packed tokens, R label positions, D hidden, V vocab, U draft vocab, K depths.
+Shape suffixes: T packed tokens, R rows that the head worked out, L label positions, D hidden, V vocab, U draft vocab, K depths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SLICE = 64  # rows per element-wise pass: the float32 scratch of a slice stays in cache
+SLICE = 32  # rows of an element-wise pass on a CPU: what it touches stays in cache
 
 
 @dataclass
 class Labels:
-    """Where the labels are. position_R: rows j whose state predicts a supervised token; row_KR: the head's row for depth k
-    (j - 1 - k), or -1 where that lies outside the document."""
+    """Where the labels are. position_L: places j in the pack whose state predicts a supervised token; row_KL: the head's row for
+    depth k, whose place is j - 1 - k, or -1 where that lies outside the document."""
 
-    position_R: Tensor
-    row_KR: Tensor
-
-
-def _softmax_(logits_RU: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities float32 [R, U] and sum p log p [R]."""
-    p = torch.empty(logits_RU.shape, dtype=torch.float32, device=logits_RU.device)
-    negentropy = p.new_empty(len(p))
-    for i in range(0, len(p), SLICE):
-        z = logits_RU[i : i + SLICE].float()
-        z -= z.logsumexp(-1, keepdim=True)
-        p[i : i + SLICE] = torch.exp(z)
-        negentropy[i : i + SLICE] = (p[i : i + SLICE] * z).sum(-1)
-    return p, negentropy
+    position_L: Tensor
+    row_KL: Tensor
 
 
-def _kl_(logits_RU: Tensor, p_RU: Tensor, negentropy_R: Tensor) -> Tensor:
-    """Sum of KL(p || softmax(logits)); overwrites the logits with its gradient softmax(logits) - p."""
-    total = p_RU.new_zeros(())
-    for i in range(0, len(logits_RU), SLICE):
-        z, p = logits_RU[i : i + SLICE].float(), p_RU[i : i + SLICE]
-        z -= z.logsumexp(-1, keepdim=True)
-        total += (negentropy_R[i : i + SLICE] - (p * z).sum(-1)).sum()
-        logits_RU[i : i + SLICE] = z.exp_().sub_(p).to(logits_RU.dtype)
-    return total
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Scratch:
+    """What one call of the loss needs for a chunk, allocated once: fresh memory of this size costs as much as a pass over it."""
+
+    def __init__(self, rows: int, head_UD: Tensor) -> None:
+        size, wide = len(head_UD), torch.promote_types(head_UD.dtype, torch.float32)
+        self.step = min(rows, SLICE) if head_UD.device.type == "cpu" else rows
+        self.logits_LU = head_UD.new_empty(rows, size)
+        self.p_LU = head_UD.new_empty(rows, size, dtype=wide)
+        self._slice_LU = head_UD.new_empty(self.step, size, dtype=wide)
+
+    def teacher(self, last_LD: Tensor, teacher_UD: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's probabilities [L, U] and sum p log p [L]. The first stay until the next call."""
+        logits_LU = torch.mm(last_LD, teacher_UD.T, out=self.logits_LU[: len(last_LD)])
+        negentropy_L = self.p_LU.new_empty(len(last_LD))
+        for part in self._parts(len(last_LD)):
+            z, p = _wide(logits_LU[part]), self.p_LU[part]
+            torch.softmax(z, -1, out=p)
+            negentropy_L[part] = self._dot(p, z) - _logsumexp(z, p)
+        return self.p_LU[: len(last_LD)], negentropy_L
+
+    def kl(self, x_LD: Tensor, head_UD: Tensor, p_LU: Tensor, negentropy_L: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of KL(p || softmax(logits)) and its gradient by the logits, softmax(logits) - p [L, U], in the scratch."""
+        logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
+        total = p_LU.new_zeros(())
+        for part in self._parts(len(x_LD)):
+            z, p = _wide(logits_LU[part]), p_LU[part]
+            cross_L = self._dot(p, z)
+            q = torch.softmax(z, -1, out=self._slice_LU[: len(z)])
+            total += (negentropy_L[part] - cross_L + _logsumexp(z, q)).sum()
+            logits_LU[part] = q.sub_(p)
+        return total, logits_LU
+
+    def _parts(self, rows: int) -> Iterator[slice]:
+        return (slice(i, min(i + self.step, rows)) for i in range(0, rows, self.step))
+
+    def _dot(self, p_LU: Tensor, z_LU: Tensor) -> Tensor:
+        return torch.mul(p_LU, z_LU, out=self._slice_LU[: len(z_LU)]).sum(-1)
+
+
+def _logsumexp(z_LU: Tensor, softmax_LU: Tensor) -> Tensor:
+    """Of z, whose softmax is known: at the largest entry, log softmax = z - logsumexp."""
+    return z_LU.amax(-1) - softmax_LU.amax(-1).log()
 
 
 class _ChunkedKL(torch.autograd.Function):
     """Per-depth sums of KL(p || q) without ever holding [T, U] for more than one chunk of one depth."""
 
     @staticmethod
-    def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, chunk: int, *x_KTD):  # type: ignore[override]
-        loss_K = torch.zeros(len(x_KTD), dtype=torch.float32, device=last_TD.device)
+    def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, chunk: int, *x_KRD):  # type: ignore[override]
+        loss_K = torch.zeros(len(x_KRD), dtype=torch.float32, device=last_TD.device)
         with_grad = any(ctx.needs_input_grad)
-        grads = [torch.zeros_like(x) for x in x_KTD] if with_grad else []
-        for i in range(0, len(labels.position_R), chunk):
-            p, negentropy = _softmax_(last_TD[labels.position_R[i : i + chunk]] @ teacher_UD.T)
-            for k, x_TD in enumerate(x_KTD):
-                rows = labels.row_KR[k, i : i + chunk]
+        grads = [torch.zeros_like(x) for x in x_KRD] if with_grad else []
+        scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD)
+        for i in range(0, len(labels.position_L), chunk):
+            p, negentropy = scratch.teacher(last_TD[labels.position_L[i : i + chunk]], teacher_UD)
+            for k, x_RD in enumerate(x_KRD):
+                rows = labels.row_KL[k, i : i + chunk]
                 valid = rows >= 0
-                rows = rows[valid]
-                logits = x_TD[rows] @ head_UD.T
-                full = bool(valid.all())
-                loss_K[k] += _kl_(logits, p if full else p[valid], negentropy if full else negentropy[valid])
+                full, rows = bool(valid.all()), rows[valid]
+                loss, dlogits = scratch.kl(x_RD[rows], head_UD, p if full else p[valid], negentropy if full else negentropy[valid])
+                loss_K[k] += loss
                 if with_grad:
-                    grads[k][rows] = logits @ head_UD
-        ctx.save_for_backward(head_UD, teacher_UD, last_TD, *x_KTD, *grads)
+                    grads[k][rows] = dlogits @ head_UD
+        ctx.save_for_backward(head_UD, teacher_UD, last_TD, *x_KRD, *grads)
         ctx.labels, ctx.chunk = labels, chunk
         return loss_K
 
     @staticmethod
     def backward(ctx, grad_K: Tensor):  # type: ignore[override]
         head_UD, teacher_UD, last_TD, *rest = ctx.saved_tensors
-        x_KTD, grads = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        head_grad = _head_gradient(head_UD, teacher_UD, last_TD, ctx, x_KTD, grad_K) if ctx.needs_input_grad[0] else None
+        x_KRD, grads = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        head_grad = _head_gradient(head_UD, teacher_UD, last_TD, ctx, x_KRD, grad_K) if ctx.needs_input_grad[0] else None
         return head_grad, None, None, None, None, *(g * w.to(g.dtype) for g, w in zip(grads, grad_K, strict=True))
 
 
-def _head_gradient(head_UD, teacher_UD, last_TD, ctx, x_KTD, grad_K) -> Tensor:
+def _head_gradient(head_UD, teacher_UD, last_TD, ctx, x_KRD, grad_K) -> Tensor:
     """Gradient of a trained lm_head. Needs the weight of each depth, known only in the backward: the logits are computed again."""
     total = torch.zeros(head_UD.shape, dtype=torch.float32, device=head_UD.device)
     labels, chunk = ctx.labels, ctx.chunk
-    for i in range(0, len(labels.position_R), chunk):
-        p, negentropy = _softmax_(last_TD[labels.position_R[i : i + chunk]] @ teacher_UD.T)
-        for k, x_TD in enumerate(x_KTD):
-            rows = labels.row_KR[k, i : i + chunk]
+    scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD)
+    for i in range(0, len(labels.position_L), chunk):
+        p, negentropy = scratch.teacher(last_TD[labels.position_L[i : i + chunk]], teacher_UD)
+        for k, x_RD in enumerate(x_KRD):
+            rows = labels.row_KL[k, i : i + chunk]
             valid = rows >= 0
-            logits = x_TD[rows[valid]] @ head_UD.T
-            _kl_(logits, p[valid], negentropy[valid])
-            total += grad_K[k] * (logits.T @ x_TD[rows[valid]]).float()
+            _, dlogits = scratch.kl(x_RD[rows[valid]], head_UD, p[valid], negentropy[valid])
+            total += grad_K[k] * (dlogits.T @ x_RD[rows[valid]]).float()
     return total.to(head_UD.dtype)
 
 
-def chunked_kl(x_KTD: list[Tensor], head_UD: Tensor, teacher_UD: Tensor, last_TD: Tensor, labels: Labels, chunk: int) -> Tensor:
+def chunked_kl(x_KRD: list[Tensor], head_UD: Tensor, teacher_UD: Tensor, last_TD: Tensor, labels: Labels, chunk: int) -> Tensor:
     """Forward KL from the target's distribution to the head's, both over the draft vocabulary, summed per depth.
 
-    x_KTD: per depth the normed outputs [T, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
+    x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
     teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states.
     The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns float32 [K].
     """
-    return _ChunkedKL.apply(head_UD, teacher_UD, last_TD, labels, chunk, *x_KTD)
+    return _ChunkedKL.apply(head_UD, teacher_UD, last_TD, labels, chunk, *x_KRD)
 
 
 @torch.no_grad()
-def hits(x_KTD: list[Tensor], head_UD: Tensor, draft_ids_U: Tensor | None, lm_head_VD: Tensor, last_TD: Tensor, labels: Labels, chunk: int):
-    """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, T] bool.
+def hits(x_KRD: list[Tensor], head_UD: Tensor, draft_ids_U: Tensor | None, lm_head_VD: Tensor, last_TD: Tensor, labels: Labels, chunk: int):
+    """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool.
 
     A token that the draft vocabulary lacks can never be hit, as in the engine.
     """
-    hit_KT = torch.zeros(len(x_KTD), len(last_TD), dtype=torch.bool, device=last_TD.device)
-    for i in range(0, len(labels.position_R), chunk):
-        best_R = (last_TD[labels.position_R[i : i + chunk]] @ lm_head_VD.T).argmax(-1)
-        for k, x_TD in enumerate(x_KTD):
-            rows = labels.row_KR[k, i : i + chunk]
+    hit_KR = torch.zeros(len(x_KRD), len(x_KRD[0]), dtype=torch.bool, device=last_TD.device)
+    for i in range(0, len(labels.position_L), chunk):
+        best_L = (last_TD[labels.position_L[i : i + chunk]] @ lm_head_VD.T).argmax(-1)
+        for k, x_RD in enumerate(x_KRD):
+            rows = labels.row_KL[k, i : i + chunk]
             valid = rows >= 0
-            choice = (x_TD[rows[valid]] @ head_UD.T).argmax(-1)
-            hit_KT[k, rows[valid]] = (choice if draft_ids_U is None else draft_ids_U[choice]) == best_R[valid]
-    return hit_KT
+            choice = (x_RD[rows[valid]] @ head_UD.T).argmax(-1)
+            hit_KR[k, rows[valid]] = (choice if draft_ids_U is None else draft_ids_U[choice]) == best_L[valid]
+    return hit_KR

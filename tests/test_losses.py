@@ -25,7 +25,7 @@ def naive(x, head, teacher, last, labels):
     total = []
     for k in range(K):
         value = torch.zeros((), dtype=torch.float64)
-        for j, row in zip(labels.position_R.tolist(), labels.row_KR[k].tolist(), strict=True):
+        for j, row in zip(labels.position_L.tolist(), labels.row_KL[k].tolist(), strict=True):
             if row >= 0:
                 p = (teacher @ last[j]).softmax(-1)
                 value = value + (p * (p.log() - (head @ x[k][row]).log_softmax(-1))).sum()
@@ -60,7 +60,7 @@ def test_hits_use_the_whole_vocabulary():
     ids = torch.arange(0, V, 2)
     hit = hits([v.detach() for v in x], teacher[ids], ids, teacher, last, labels, 2)
     for k in range(K):
-        for j, row in zip(labels.position_R.tolist(), labels.row_KR[k].tolist(), strict=True):
+        for j, row in zip(labels.position_L.tolist(), labels.row_KL[k].tolist(), strict=True):
             if row >= 0:
                 choice = ids[(teacher[ids] @ x[k][row]).argmax()]
                 assert hit[k, row] == (choice == (teacher @ last[j]).argmax())

@@ -105,7 +105,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     Activations kept for the backward pass, per token, depth and decoder block (N query heads and G key/value heads of size H, inner
     width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and after rotation, attention output
     2 (N + 2 G) H + N H; gate, up, SiLU and product 4 I; per depth besides, the lm_head's input and its gradient 2 D. All times b.
-    Loss, one chunk of C label positions: teacher's probabilities in float32 and both sets of logits, C U (4 + 2 b).
+    Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Allocator overhead and communication buffers are left out.
     """
     P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], cfg.train.micro_tokens
@@ -123,7 +123,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "gradients": 4 * P // (world if stage >= 2 else 1),
         "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * D) * b,
         "activations": T * head.depths * (blocks * block + 2 * D) * b,
-        "loss chunk": chunk * U * (4 + 2 * b),
+        "loss chunk": chunk * U * (8 + b),
         "hidden states of a batch": T * D * (len(head.taps) + 1) * b,
     }
 
