@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, Export, TargetSpec
-from heads.layers import MLP, Attention, Block, RMSNorm
+from heads.layers import MLP, Attention, Block, RMSNorm, rows_at
 from heads.recurrent import RecurrentHead
 
 
@@ -34,10 +34,12 @@ class FusedBlock(nn.Module):
         self.mlp = MLP(size, spec.intermediate_size)
         self.norm_before_residual = norm_before_residual
 
-    def forward(self, state_TD: Tensor, embed_TD: Tensor, docs: Documents, cache: KeyValues) -> Tensor:
-        normed = self.hidden_norm(state_TD)
-        residual = normed if self.norm_before_residual else state_TD
-        h = residual + self.self_attn(torch.cat([self.input_layernorm(embed_TD), normed], -1), docs, cache)
+    def forward(self, state: Tensor, embed: Tensor, docs: Documents, cache: KeyValues, last: bool) -> Tensor:
+        """See heads.layers.Block."""
+        rows, normed = rows_at(docs, cache, last), self.hidden_norm(state)
+        residual = normed if self.norm_before_residual else state
+        residual = residual if cache.keys else rows.of(residual)
+        h = residual + self.self_attn(torch.cat([self.input_layernorm(embed), normed], -1), docs, cache, rows)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -99,10 +101,10 @@ class Eagle3(RecurrentHead):
             taps_TLD = torch.stack([norm(x) for norm, x in zip(self.fc_norm, taps_TLD.unbind(1), strict=True)], 1)
         return self.fc(taps_TLD.flatten(1))
 
-    def step(self, state_TD: Tensor, embed_TD: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
-        h = self.first(state_TD, embed_TD, docs, caches[0])
-        for layer, cache in zip(self.rest, caches[1:], strict=True):
-            h = layer(h, docs, cache)
+    def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
+        h = self.first(state, embed, docs, caches[0], last=not self.rest)
+        for i, layer in enumerate(self.rest, start=1):
+            h = layer(h, docs, caches[i], last=i == len(self.rest))
         y = self.norm(h)
         return y, (y if self.norm_output else h)
 

@@ -1,6 +1,6 @@
 """Building blocks of draft heads, named as in Llama-family checkpoints so that export is mostly the identity.
 
-Shape suffixes: T tokens, D hidden, N query heads, M key/value heads, H head size, Q padded document length.
+Shape suffixes: T packed tokens, R rows of them, D hidden, N query heads, H head size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.attention import Documents, KeyValues, causal_diagonal
+from heads.attention import Documents, KeyValues, Rows, causal_diagonal
 from heads.base import TargetSpec
 
 
@@ -71,8 +71,9 @@ def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout. x [S, N, Q, H]; cos, sin [Q, H/2]."""
+    """Rotary embedding in the half-split layout. x [R, N, H]; cos, sin [R, H/2]."""
     a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
@@ -91,15 +92,22 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
 
-    def forward(self, x_T: Tensor, docs: Documents, cache: KeyValues) -> Tensor:
-        """x_T [T, input]; `cache` holds the keys and values of the earlier depths and receives this one's. Returns [T, D]."""
+    def forward(self, x: Tensor, docs: Documents, cache: KeyValues, rows: Rows) -> Tensor:
+        """x: [T, input] at depth 0, at later depths [R, input], its rows that are needed. `cache` holds the keys and values of the
+        earlier depths and receives this one's. rows: where queries are asked. Returns [R, D]."""
         depth, size = len(cache.keys), self.spec.head_dim
-        cos, sin = rope_tables(self.spec, torch.arange(docs.longest, device=x_T.device) + depth)
-        q = rotate(docs.pad(self.q_proj(x_T).view(-1, self.spec.num_heads, size)), cos, sin)
-        cache.keys.append(rotate(docs.pad(self.k_proj(x_T).view(-1, self.spec.num_kv_heads, size)), cos, sin))
-        cache.values.append(docs.pad(self.v_proj(x_T).view(-1, self.spec.num_kv_heads, size)))
-        out = causal_diagonal(q, cache.keys, cache.values, size**-0.5)
-        return self.o_proj(docs.unpad(out).flatten(1))
+        cos, sin = rope_tables(self.spec, (rows.positions_R if depth else docs.positions_T) + depth)
+        cache.keys.append(rotate(self.k_proj(x).unflatten(1, (-1, size)), cos, sin))
+        cache.values.append(self.v_proj(x).unflatten(1, (-1, size)))
+        if depth == 0:
+            x, cos, sin = rows.of(x), rows.of(cos), rows.of(sin)
+        q = rotate(self.q_proj(x).unflatten(1, (-1, size)), cos, sin)
+        return self.o_proj(causal_diagonal(q, cache.keys, cache.values, rows, size**-0.5).flatten(1))
+
+
+def rows_at(docs: Documents, cache: KeyValues, last: bool) -> Rows:
+    """Where a layer asks queries. At depth 0 the keys of the next layer need every row."""
+    return docs.needed if last or cache.keys else docs.every
 
 
 class MLP(nn.Module):
@@ -125,6 +133,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
 
-    def forward(self, x_TD: Tensor, docs: Documents, cache: KeyValues) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), docs, cache)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+    def forward(self, x: Tensor, docs: Documents, cache: KeyValues, last: bool) -> Tensor:
+        """x as in Attention.forward. last: no layer follows, so that at depth 0 too only the needed rows are worked out."""
+        rows = rows_at(docs, cache, last)
+        residual = x if cache.keys else rows.of(x)
+        h = residual + self.self_attn(self.input_layernorm(x), docs, cache, rows)
+        return h + self.mlp(self.post_attention_layernorm(h))

@@ -45,15 +45,15 @@ class MTP(RecurrentHead):
         assert batch.last_TD is not None
         return batch.last_TD
 
-    def step(self, state_TD: Tensor, embed_TD: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
+    def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
         if self.token_layernorm is None or self.hidden_layernorm is None or self.final_layernorm is None:
-            x = self.block(self.input_proj(torch.cat([embed_TD, state_TD], -1)), docs, caches[0])
+            x = self.block(self.input_proj(torch.cat([embed, state], -1)), docs, caches[0], last=True)
             return x, x
         if not caches[0].keys:
             # The engine feeds a zero embedding at position 0 (DeepSeek's convention, kept by vLLM's MiMo class).
-            embed_TD = embed_TD.masked_fill((docs.positions_T == 0)[:, None], 0)
-        x = self.input_proj(torch.cat([self.hidden_layernorm(state_TD), self.token_layernorm(embed_TD)], -1))
-        y = self.final_layernorm(self.block(x, docs, caches[0]))
+            embed = embed.masked_fill((docs.positions_T == 0)[:, None], 0)
+        x = self.input_proj(torch.cat([self.hidden_layernorm(state), self.token_layernorm(embed)], -1))
+        y = self.final_layernorm(self.block(x, docs, caches[0], last=True))
         return y, y
 
     def export(self) -> Export:

@@ -5,7 +5,7 @@ position t + k, and predicts x_{t+2+k}. Training feeds the true tokens and the h
 test, FastMTP's recursion); drafting feeds the drafted tokens. Attention sees the depth-0 keys of the document up to t and the
 row's own chain: the same keys that an engine holds, which re-runs accepted positions with the target's true states.
 
-Shape suffixes: T packed tokens, D hidden, U draft vocab, V vocab, K depths, R label positions.
+Shape suffixes: T packed tokens, R rows of them that have a label, D hidden, U draft vocab, V vocab, K depths, L label positions.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class RecurrentHead(DraftHead):
         """[T, D] state that depth 0 reads, from the target's states."""
         raise NotImplementedError
 
-    def step(self, state_TD: Tensor, embed_TD: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
-        """One depth. Returns (input of lm_head [T, D], state for the next depth [T, D])."""
+    def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
+        """One depth. state, embed: [T, D] at depth 0 (empty caches), then [R, D] at the needed rows of `docs`. Returns (input of
+        lm_head [R, D], state for the next depth [R, D])."""
         raise NotImplementedError
 
     def caches(self) -> list[KeyValues]:
@@ -83,52 +84,56 @@ class RecurrentHead(DraftHead):
     def labels(self, batch: Batch, docs: Documents) -> Labels:
         """Label positions: row j predicts x_{j+1}, supervised where x_{j+1} is. Depth k of row t has the label of row t + 1 + k."""
         index, inside = docs.shifted(1)
-        position_R = (batch.loss_mask_T[index] & inside).nonzero().squeeze(1)
-        depth_K1 = torch.arange(self.depths, device=position_R.device)[:, None]
-        inside_KR = docs.positions_T[position_R] >= 1 + depth_K1
-        return Labels(position_R, torch.where(inside_KR, position_R - 1 - depth_K1, -1))
+        position_L = (batch.loss_mask_T[index] & inside).nonzero().squeeze(1)
+        depth_K1 = torch.arange(self.depths, device=position_L.device)[:, None]
+        inside_KL = docs.positions_T[position_L] >= 1 + depth_K1
+        return Labels(position_L, torch.where(inside_KL, position_L - 1 - depth_K1, -1))
 
     def count(self, batch: Batch) -> Tensor:
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
-        return (self.labels(batch, docs).row_KR >= 0).sum(1)
+        return (self.labels(batch, docs).row_KL >= 0).sum(1)
 
     def loss(self, batch: Batch) -> LossOut:
         """KL of the head's distribution from the target's at every supervised position, per depth; hits in evaluation mode."""
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         labels = self.labels(batch, docs)
+        docs.need(labels.row_KL)
+        rows = docs.needed
+        labels.row_KL = rows.place(labels.row_KL)
         assert batch.last_TD is not None
-        state_TD, caches, x_KTD = self.first_state(batch), self.caches(), []
+        state, caches, x_KRD = self.first_state(batch), self.caches(), []
         for k in range(self.depths):
-            index, _ = docs.shifted(1 + k)
-            x_TD, state_TD = self.step(state_TD, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
-            x_KTD.append(x_TD)
-        loss_K = chunked_kl(x_KTD, self._head_UD, self.teacher_UD, batch.last_TD, labels, self.loss_chunk)
-        metrics = {} if self.training else self._metrics(x_KTD, batch, docs, labels)
-        return LossOut(loss_K, (labels.row_KR >= 0).sum(1), metrics)
+            index_T, _ = docs.shifted(1 + k)
+            index = index_T if k == 0 else rows.of(index_T)
+            x_RD, state = self.step(state, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
+            x_KRD.append(x_RD)
+        loss_K = chunked_kl(x_KRD, self._head_UD, self.teacher_UD, batch.last_TD, labels, self.loss_chunk)
+        metrics = {} if self.training else self._metrics(x_KRD, batch, docs, labels)
+        return LossOut(loss_K, (labels.row_KL >= 0).sum(1), metrics)
 
-    def _metrics(self, x_KTD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
+    def _metrics(self, x_KRD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
         """hit: share of positions whose first choice is the target's. accept: share of anchors whose first k + 1 choices all are,
         over anchors that an engine can draft from (the token after the anchor is a generated one)."""
         assert batch.last_TD is not None
-        hit_KT = hits(x_KTD, self._head_UD, self.draft_ids_U, self.frozen.lm_head_VD, batch.last_TD, labels, self.loss_chunk)
-        valid_KT = torch.zeros_like(hit_KT)
-        for k, rows in enumerate(labels.row_KR):
-            valid_KT[k, rows[rows >= 0]] = True
-        index, inside = docs.shifted(1)
-        anchor_KT = valid_KT.cumprod(0).bool() & (batch.loss_mask_T[index] & inside)
+        hit_KR = hits(x_KRD, self._head_UD, self.draft_ids_U, self.frozen.lm_head_VD, batch.last_TD, labels, self.loss_chunk)
+        valid_KR = torch.zeros_like(hit_KR)
+        for k, found in enumerate(labels.row_KL):
+            valid_KR[k, found[found >= 0]] = True
+        index_T, inside_T = docs.shifted(1)
+        anchor_KR = valid_KR.cumprod(0).bool() & docs.needed.of(batch.loss_mask_T[index_T] & inside_T)
         return {
-            "hit": (hit_KT.sum(1), valid_KT.sum(1)),
-            "accept": ((hit_KT.cumprod(0).bool() & anchor_KT).sum(1), anchor_KT.sum(1)),
+            "hit": (hit_KR.sum(1), valid_KR.sum(1)),
+            "accept": ((hit_KR.cumprod(0).bool() & anchor_KR).sum(1), anchor_KR.sum(1)),
         }
 
     @torch.no_grad()
     def propose(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         index, _ = docs.shifted(1)
-        tokens_T, state_TD, caches = batch.token_ids_T[index], self.first_state(batch), self.caches()
+        tokens_T, state, caches = batch.token_ids_T[index], self.first_state(batch), self.caches()
         drafts, log_q = [], []
         for _ in range(k):
-            x_TD, state_TD = self.step(state_TD, self.frozen.embed_VD[tokens_T], docs, caches)
+            x_TD, state = self.step(state, self.frozen.embed_VD[tokens_T], docs, caches)
             best, score = [], []
             for x in x_TD.split(self.loss_chunk):
                 top, choice = (x @ self._head_UD.T).float().log_softmax(-1).max(-1)
