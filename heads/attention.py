@@ -170,8 +170,10 @@ def _flash(q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple
             )
             for keys, causal in parts
         ]
-        merged = found[0][1] if len(found) == 1 else torch.logaddexp(found[0][1], found[1][1])
-        mixed = found[0][0] if len(found) == 1 else sum(x * (part - merged).exp_()[..., None] for x, part in found)
+        mixed, merged = found[0]
+        if len(found) == 2:
+            merged = torch.logaddexp(found[0][1], found[1][1])
+            mixed = sum(((x * (part - merged).exp_()[..., None]) for x, part in found), torch.zeros_like(merged)[..., None])
         out[here], lse[here] = mixed.permute(2, 0, 1, 3), merged.permute(2, 0, 1)
     return out, lse
 

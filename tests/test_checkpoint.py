@@ -87,7 +87,7 @@ def spoil_latest(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "settings", "parts"),
     [
-        (spoil_world, {}, ["written by 4 ranks and this run has 1", "torchrun --nproc_per_node 4"]),
+        (spoil_world, {}, ["4 ranks x train.accum=1 = 4 micro-batches, now it is 1 x 1", "set train.accum=4"]),
         (spoil_latest, {}, ["latest names step-000077", "step-000002"]),
         (None, {"optim.lr": 0.5}, ["belongs to another run", "optim", "0.5"]),
         (None, {"train.micro_tokens": 99}, ["train.micro_tokens was 40, is 99"]),

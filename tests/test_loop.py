@@ -17,6 +17,7 @@ from tests.toy import ROOT, ToyHead, make_config, make_store, read_metrics, trai
 from train import checkpoint, dist
 from train.loop import seed_of
 
+RESIZED = [(1, "float32"), (2, "bfloat16"), (3, "float32")]  # saved by one rank and resumed by two, and the reverse
 GOLDEN = [float(line.split()[1]) for line in (ROOT / "tests/golden/toy_losses.txt").read_text().splitlines()]
 
 
@@ -42,6 +43,14 @@ def test_two_ranks_give_the_golden_losses_resume_and_uneven_validation(tmp_path:
     jobs += [{"run_dir": "halves", "set": halves}]
     for name, settings in (("broken", {"zero.stage": 2}), ("broken_halves", halves)):
         jobs += [{"run_dir": name, "set": settings, "stop_before": 7, "error": "went away"}, {"run_dir": name, "set": settings}]
+    resized = {f"resized{stage}{dtype}": {"zero.stage": stage, "train.dtype": dtype} for stage, dtype in RESIZED}
+    for name, settings in resized.items():
+        with pytest.raises(RuntimeError, match="went away"):
+            train(make_config(tmp_path / f"{name}up", store, **settings, **{"train.accum": 2}), stop_before=7)
+        jobs += [
+            {"run_dir": f"{name}up", "set": settings},
+            {"run_dir": f"{name}down", "set": settings, "stop_before": 7, "error": "went away"},
+        ]
     jobs += [{"run_dir": "uneven", "set": {"zero.stage": 3, "train.micro_tokens": 2000, "train.steps": 2}}]
     for job in jobs:
         job |= {"run_dir": str(tmp_path / job["run_dir"]), "store": str(store)}
@@ -57,6 +66,11 @@ def test_two_ranks_give_the_golden_losses_resume_and_uneven_validation(tmp_path:
         assert losses(tmp_path / one) == losses(tmp_path / other)
         whole, resumed = (checkpoint.load_head(tmp_path / name / "step-000010") for name in (one, other))
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    for name, settings in resized.items():
+        train(make_config(tmp_path / f"{name}down", store, **settings, **{"train.accum": 2}))
+        for run_dir in (tmp_path / f"{name}up", tmp_path / f"{name}down"):
+            assert losses(run_dir) == pytest.approx(GOLDEN, rel=1e-6 if settings["train.dtype"] == "float32" else 0.02), run_dir
+            assert not list(run_dir.glob("*universal*"))
     train(make_config(tmp_path / "alone", store, **{"train.micro_tokens": 2000, "train.accum": 2, "train.steps": 2}))
     uneven, alone = (read_metrics(tmp_path / name, "val")[0] for name in ("uneven", "alone"))
     assert uneven["loss_k"] == pytest.approx(alone["loss_k"], rel=1e-6) and uneven["accept_k"] == alone["accept_k"]

