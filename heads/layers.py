@@ -110,6 +110,20 @@ def rows_at(docs: Documents, cache: KeyValues, last: bool) -> Rows:
     return docs.needed if last or cache.keys else docs.every
 
 
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up. Keeps its two inputs for the backward and works out again what autograd would keep besides them: half."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
 class MLP(nn.Module):
     """SwiGLU."""
 
@@ -120,7 +134,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):

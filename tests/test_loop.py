@@ -127,6 +127,18 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path: Path, stage: 
     assert saved is None or all(value.isfinite().all() for value in checkpoint.load_head(saved).values())
 
 
+def test_out_of_memory_says_what_to_lower(tmp_path: Path, store: Path) -> None:
+    class Hungry(ToyHead):
+        def loss(self, batch):
+            if len(batch.token_ids_T) > 1 and (tmp_path / "step-000002").exists():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().loss(batch)
+
+    with pytest.raises(UserError, match=r"step 3: out of memory at a batch of \d+ tokens.*train.micro_tokens=20 train.accum=2"):
+        train(make_config(tmp_path, store, **{"train.save_every": 2}), head=Hungry())
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000002"
+
+
 def test_a_window_without_labels_is_passed_over(tmp_path: Path) -> None:
     """A step whose sequences supervise nothing at any depth takes no step and stops nothing."""
     dist.start(1)

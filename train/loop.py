@@ -62,7 +62,10 @@ def take_step(cfg: RunConfig, engine: Engine, step: int, micros: list[Batch], ba
     engine.set_lr(lr_at(step, cfg.train.steps, cfg.optim))
     for m, batch in enumerate(micros):
         seed_of(cfg.train.seed, step, m * dist.world() + dist.rank())
-        meter.add(engine.backward(batch, total_K))
+        try:
+            meter.add(engine.backward(batch, total_K))
+        except torch.OutOfMemoryError as error:
+            raise UserError(_out_of_memory(cfg, step, len(batch.token_ids_T))) from error
     if engine.skipped:
         ids = batches.sequences(step, cfg.train.accum)
         shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
@@ -70,6 +73,15 @@ def take_step(cfg: RunConfig, engine: Engine, step: int, micros: list[Batch], ba
             f"step {step + 1}: the loss or its gradient is not finite; the step was not taken. It read {shown} of {batches.store.folder}. "
             "Lower optim.lr or optim.clip, or look at these sequences; the last checkpoint is intact"
         )
+
+
+def _out_of_memory(cfg: RunConfig, step: int, tokens: int) -> str:
+    half = (cfg.train.micro_tokens + 1) // 2
+    return (
+        f"step {step + 1}: out of memory at a batch of {tokens} tokens. Half as many at a time, twice as often, makes nearly the same step: "
+        f"train.micro_tokens={half} train.accum={2 * cfg.train.accum}, under another name or run_dir; "
+        "`python launch/plan.py` says what takes how much"
+    )
 
 
 def seed_of(seed: int, step: int, micro: int) -> None:

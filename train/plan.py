@@ -104,7 +104,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
       weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w.
     Activations kept for the backward pass, per token, depth and decoder block (N query heads and G key/value heads of size H, inner
     width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and after rotation, attention output
-    2 (N + 2 G) H + N H; gate, up, SiLU and product 4 I; per depth besides, the lm_head's input and its gradient 2 D. All times b.
+    2 (N + 2 G) H + N H; gate, up and their product 3 I; per depth besides, the lm_head's input and its gradient 2 D. All times b.
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Allocator overhead and communication buffers are left out.
     """
@@ -113,7 +113,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     U = head.draft_vocab_size or V
     blocks = sum(isinstance(module, Attention) for module in head.modules())
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    block = 10 * D + 2 * (q + 2 * kv) + q + 4 * spec.intermediate_size
+    block = 10 * D + 2 * (q + 2 * kv) + q + 3 * spec.intermediate_size
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
