@@ -78,7 +78,7 @@ def take_step(cfg: RunConfig, engine: Engine, step: int, micros: list[Batch], ba
 def _out_of_memory(cfg: RunConfig, step: int, tokens: int) -> str:
     half = (cfg.train.micro_tokens + 1) // 2
     return (
-        f"step {step + 1}: out of memory at a batch of {tokens} tokens. Half as many at a time, twice as often, makes nearly the same step: "
+        f"step {step + 1}: out of memory at a batch of {tokens} tokens. Half as many, twice as often, makes nearly the same step: "
         f"train.micro_tokens={half} train.accum={2 * cfg.train.accum}, under another name or run_dir; "
         "`python launch/plan.py` says what takes how much"
     )
