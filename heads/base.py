@@ -61,7 +61,8 @@ class Batch:
 class LossOut:
     """Sums and counts; the loop owns every division."""
 
-    loss_K: Tensor  # float32: sum over the supervised positions of each depth
+    total: Tensor  # scalar, sum over depths of weight_K * loss_K: it alone carries the gradient
+    loss_K: Tensor  # float32, detached: sum over the supervised positions of each depth
     count_K: Tensor  # how many positions each sum holds
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # name -> (sum_K, count_K), detached
 
@@ -101,13 +102,13 @@ class DraftHead(nn.Module):
         """Supervised positions per depth [K] int64, from the masks alone (no forward)."""
         raise NotImplementedError
 
-    def loss(self, batch: Batch) -> LossOut:
+    def loss(self, batch: Batch, weight_K: Tensor | None = None) -> LossOut:
+        """weight_K: weight of each depth's sum in the total, else 1. Known before the forward: a fused loss works out gradients there."""
         raise NotImplementedError
 
     def propose(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """Greedy drafts for every anchor at once: row t holds the k target ids an engine proposes once it knows x_0..x_{t+1}
-        of the document and the target's states up to t. Returns (tokens [T, k] int64, log q [T, k] float32). The last row of
-        each document has no following token and is undefined."""
+        """Greedy drafts for every anchor at once: row t holds the k target ids an engine proposes once it knows x_0..x_{t+1} of the
+        document and the target's states up to t; undefined in a document's last row. (tokens [T, k] int64, log q [T, k] float32)."""
         raise NotImplementedError
 
     def export(self) -> Export:

@@ -72,13 +72,14 @@ def _logsumexp(z_LU: Tensor, softmax_LU: Tensor) -> Tensor:
 
 
 class _ChunkedKL(torch.autograd.Function):
-    """Per-depth sums of KL(p || q) without ever holding [T, U] for more than one chunk of one depth."""
+    """Sums of KL(p || q) per depth without ever holding [T, U] for more than one chunk of one depth. The gradients are worked out
+    with the values, while a chunk's logits are there; so the depths' weights must be known before."""
 
     @staticmethod
-    def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, chunk: int, *x_KRD):  # type: ignore[override]
+    def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, weight_K, chunk: int, *x_KRD):  # type: ignore[override]
         loss_K = torch.zeros(len(x_KRD), dtype=torch.float32, device=last_TD.device)
-        with_grad = any(ctx.needs_input_grad)
-        grads = [torch.zeros_like(x) for x in x_KRD] if with_grad else []
+        head_grad = torch.zeros_like(head_UD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        grads = [torch.zeros_like(x) if needed else None for x, needed in zip(x_KRD, ctx.needs_input_grad[6:], strict=True)]
         scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD)
         for i in range(0, len(labels.position_L), chunk):
             p, negentropy = scratch.teacher(last_TD[labels.position_L[i : i + chunk]], teacher_UD)
@@ -86,45 +87,46 @@ class _ChunkedKL(torch.autograd.Function):
                 rows = labels.row_KL[k, i : i + chunk]
                 valid = rows >= 0
                 full, rows = bool(valid.all()), rows[valid]
-                loss, dlogits = scratch.kl(x_RD[rows], head_UD, p if full else p[valid], negentropy if full else negentropy[valid])
+                x_LD, grad = x_RD[rows], grads[k]
+                loss, dlogits = scratch.kl(x_LD, head_UD, p if full else p[valid], negentropy if full else negentropy[valid])
                 loss_K[k] += loss
-                if with_grad:
-                    grads[k][rows] = dlogits @ head_UD
-        ctx.save_for_backward(head_UD, teacher_UD, last_TD, *x_KRD, *grads)
-        ctx.labels, ctx.chunk = labels, chunk
-        return loss_K
+                if grad is not None:
+                    grad[rows] = (dlogits @ head_UD).mul_(weight_K[k])
+                if head_grad is not None:
+                    _add_product(head_grad, dlogits, x_LD * weight_K[k].to(x_LD.dtype))
+        ctx.with_head, ctx.with_x = head_grad is not None, [grad is not None for grad in grads]
+        ctx.save_for_backward(*(x for x in (head_grad, *grads) if x is not None))
+        ctx.dtype = head_UD.dtype
+        ctx.mark_non_differentiable(loss_K)
+        return (loss_K * weight_K).sum(), loss_K
 
     @staticmethod
-    def backward(ctx, grad_K: Tensor):  # type: ignore[override]
-        head_UD, teacher_UD, last_TD, *rest = ctx.saved_tensors
-        x_KRD, grads = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        head_grad = _head_gradient(head_UD, teacher_UD, last_TD, ctx, x_KRD, grad_K) if ctx.needs_input_grad[0] else None
-        return head_grad, None, None, None, None, *(g * w.to(g.dtype) for g, w in zip(grads, grad_K, strict=True))
+    def backward(ctx, grad_total: Tensor, _):  # type: ignore[override]
+        saved = [(x.float() * grad_total).to(ctx.dtype) for x in ctx.saved_tensors]
+        head_grad = saved.pop(0) if ctx.with_head else None
+        return head_grad, None, None, None, None, None, *(saved.pop(0) if there else None for there in ctx.with_x)
 
 
-def _head_gradient(head_UD, teacher_UD, last_TD, ctx, x_KRD, grad_K) -> Tensor:
-    """Gradient of a trained lm_head. Needs the weight of each depth, known only in the backward: the logits are computed again."""
-    total = torch.zeros(head_UD.shape, dtype=torch.float32, device=head_UD.device)
-    labels, chunk = ctx.labels, ctx.chunk
-    scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD)
-    for i in range(0, len(labels.position_L), chunk):
-        p, negentropy = scratch.teacher(last_TD[labels.position_L[i : i + chunk]], teacher_UD)
-        for k, x_RD in enumerate(x_KRD):
-            rows = labels.row_KL[k, i : i + chunk]
-            valid = rows >= 0
-            _, dlogits = scratch.kl(x_RD[rows[valid]], head_UD, p[valid], negentropy[valid])
-            total += grad_K[k] * (dlogits.T @ x_RD[rows[valid]]).float()
-    return total.to(head_UD.dtype)
+def _add_product(total_UD: Tensor, dlogits_LU: Tensor, x_LD: Tensor) -> None:
+    """total += dlogits^T x, in one pass where the dtypes allow it."""
+    if x_LD.dtype == total_UD.dtype:
+        total_UD.addmm_(dlogits_LU.T, x_LD)
+    else:
+        total_UD += dlogits_LU.T @ x_LD
 
 
-def chunked_kl(x_KRD: list[Tensor], head_UD: Tensor, teacher_UD: Tensor, last_TD: Tensor, labels: Labels, chunk: int) -> Tensor:
-    """Forward KL from the target's distribution to the head's, both over the draft vocabulary, summed per depth.
+def chunked_kl(  # noqa: PLR0913
+    x_KRD: list[Tensor], head_UD: Tensor, teacher_UD: Tensor, last_TD: Tensor, labels: Labels, weight_K: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Forward KL from the target's distribution to the head's, both over the draft vocabulary.
 
     x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
     teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states.
-    The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns float32 [K].
+    The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns the sum over depths of weight_K times the
+    sums, which carries the gradient, and the sums, float32 [K], which do not.
     """
-    return _ChunkedKL.apply(head_UD, teacher_UD, last_TD, labels, chunk, *x_KRD)
+    total, loss_K = _ChunkedKL.apply(head_UD, teacher_UD, last_TD, labels, weight_K, chunk, *x_KRD)
+    return total, loss_K
 
 
 @torch.no_grad()

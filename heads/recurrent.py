@@ -93,7 +93,7 @@ class RecurrentHead(DraftHead):
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         return (self.labels(batch, docs).row_KL >= 0).sum(1)
 
-    def loss(self, batch: Batch) -> LossOut:
+    def loss(self, batch: Batch, weight_K: Tensor | None = None) -> LossOut:
         """KL of the head's distribution from the target's at every supervised position, per depth; hits in evaluation mode."""
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         labels = self.labels(batch, docs)
@@ -107,9 +107,10 @@ class RecurrentHead(DraftHead):
             index = index_T if k == 0 else rows.of(index_T)
             x_RD, state = self.step(state, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
             x_KRD.append(x_RD)
-        loss_K = chunked_kl(x_KRD, self._head_UD, self.teacher_UD, batch.last_TD, labels, self.loss_chunk)
+        weight_K = torch.ones(self.depths, device=batch.last_TD.device) if weight_K is None else weight_K
+        total, loss_K = chunked_kl(x_KRD, self._head_UD, self.teacher_UD, batch.last_TD, labels, weight_K, self.loss_chunk)
         metrics = {} if self.training else self._metrics(x_KRD, batch, docs, labels)
-        return LossOut(loss_K, (labels.row_KL >= 0).sum(1), metrics)
+        return LossOut(total, loss_K, (labels.row_KL >= 0).sum(1), metrics)
 
     def _metrics(self, x_KRD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
         """hit: share of positions whose first choice is the target's. accept: share of anchors whose first k + 1 choices all are,

@@ -16,7 +16,7 @@ from train.log import Log, Meter, console_line, cut_metrics, flat, summary
 
 def out(loss: list[float], count: list[int], accept: list[int]) -> LossOut:
     counts = torch.tensor(count)
-    return LossOut(torch.tensor(loss), counts, {"accept": (torch.tensor(accept), counts)})
+    return LossOut(torch.tensor(sum(loss)), torch.tensor(loss), counts, {"accept": (torch.tensor(accept), counts)})
 
 
 def test_means_are_pooled_over_batches_not_averaged_per_batch() -> None:
@@ -37,7 +37,7 @@ def test_metrics_wait_for_the_device_only_when_they_are_read() -> None:
     """Tensors on `meta` have no value: whatever reads one fails."""
     meter, counts = Meter(), torch.zeros(3, dtype=torch.long, device="meta")
     for _ in range(2):
-        meter.add(LossOut(torch.zeros(3, device="meta"), counts, {"hit": (counts, counts)}))
+        meter.add(LossOut(torch.zeros((), device="meta"), torch.zeros(3, device="meta"), counts, {"hit": (counts, counts)}))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         meter.means()
 

@@ -83,11 +83,12 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_its_micro_batches(tmp_path:
     torch.manual_seed(cfg.train.seed)
     head = ToyHead()
     micros = Batches(Store(store), (), cfg.train.micro_tokens, cfg.train.seed, 0, 1, 4096).step(0, 3)
-    outs = [(seed_of(cfg.train.seed, 0, m), head.loss(batch))[1] for m, batch in enumerate(micros)]
+    weight_K = torch.tensor(head.depth_weights) / sum(head.count(batch) for batch in micros)
+    outs = [(seed_of(cfg.train.seed, 0, m), head.loss(batch, weight_K))[1] for m, batch in enumerate(micros)]
     assert len({tuple(out.count_K.tolist()) for out in outs}) > 1, "micro-batches must differ in their counts"
     mean_K = sum(out.loss_K for out in outs) / sum(out.count_K for out in outs)
     loss = (mean_K * torch.tensor(head.depth_weights)).sum()
-    loss.backward()
+    sum(out.total for out in outs).backward()
     norm = torch.stack([p.grad.norm() for p in head.parameters() if p.grad is not None]).norm()
     record = read_metrics(tmp_path)[0]
     assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -129,10 +130,10 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path: Path, stage: 
 
 def test_out_of_memory_says_what_to_lower(tmp_path: Path, store: Path) -> None:
     class Hungry(ToyHead):
-        def loss(self, batch):
+        def loss(self, batch, weight_K=None):
             if len(batch.token_ids_T) > 1 and (tmp_path / "step-000002").exists():
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().loss(batch)
+            return super().loss(batch, weight_K)
 
     with pytest.raises(UserError, match=r"step 3: out of memory at a batch of \d+ tokens.*train.micro_tokens=20 train.accum=2"):
         train(make_config(tmp_path, store, **{"train.save_every": 2}), head=Hungry())

@@ -39,20 +39,21 @@ def test_chunked_kl_equals_the_naive_loop(chunk, trained):
     x, head, teacher, last, labels = inputs(trained)
     weight = torch.tensor([1.0, 0.8, 0.5], dtype=torch.float64)
     wanted = [*x, head] if trained else x
-    loss = chunked_kl(x, head, teacher, last, labels, chunk)
+    total, loss = chunked_kl(x, head, teacher, last, labels, weight, chunk)
     plain = naive(x, head, teacher, last, labels)
     torch.testing.assert_close(loss.double(), plain, rtol=1e-5, atol=1e-6)
-    grads = torch.autograd.grad((loss * weight).sum(), wanted)
-    for a, b in zip(grads, torch.autograd.grad((plain * weight).sum(), wanted), strict=True):
+    torch.testing.assert_close(total.double(), (plain * weight).sum(), rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad(2 * total, wanted)
+    for a, b in zip(grads, torch.autograd.grad(2 * (plain * weight).sum(), wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_no_labels_is_a_zero_loss_with_a_zero_gradient():
     x, head, teacher, last, _ = inputs(False)
     empty = Labels(torch.zeros(0, dtype=torch.long), torch.zeros(K, 0, dtype=torch.long))
-    loss = chunked_kl(x, head, teacher, last, empty, 4)
+    total, loss = chunked_kl(x, head, teacher, last, empty, torch.ones(K), 4)
     assert loss.tolist() == [0.0] * K
-    assert all(g.abs().sum() == 0 for g in torch.autograd.grad(loss.sum(), x))
+    assert all(g.abs().sum() == 0 for g in torch.autograd.grad(total, x))
 
 
 def test_hits_use_the_whole_vocabulary():

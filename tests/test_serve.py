@@ -107,7 +107,7 @@ def train(head, cfg: RunConfig, target_dir: Path, folder: Path, prompts: list[di
         batch = Batch(item["token_ids"], item["loss_mask"], torch.tensor([0, len(item["token_ids"])]), item["taps"], item["last"])
         out = head.loss(batch)
         optimizer.zero_grad()
-        (out.loss_K.sum() / out.count_K.sum()).backward()
+        (out.total / out.count_K.sum()).backward()
         optimizer.step()
     head.eval()
 

@@ -52,13 +52,14 @@ class ToyHead(DraftHead):
     def count(self, batch: Batch) -> Tensor:
         return torch.tensor([len(self._rows(batch, k)) for k in range(2)])
 
-    def loss(self, batch: Batch) -> LossOut:
+    def loss(self, batch: Batch, weight_K: Tensor | None = None) -> LossOut:
         assert batch.last_TD is not None
         x_TD = self.norm(batch.last_TD) + 0.0 * batch.last_TD.square()  # a huge state overflows here and makes the loss NaN
         if self.training:
             x_TD = x_TD + 0.1 * torch.randn(x_TD.shape).to(x_TD)
         losses, hits = [], []
         for k, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.Linear)
             rows = self._rows(batch, k)
             labels = batch.token_ids_T[rows + 1 + k]
             logits = F.linear(x_TD[rows], layer.weight, layer.bias).float()  # the weight itself, as fused losses use it
@@ -66,7 +67,9 @@ class ToyHead(DraftHead):
             hits.append((logits.argmax(-1) == labels).sum())
         count_K = self.count(batch)
         hit_K = torch.stack(hits)
-        return LossOut(torch.stack(losses), count_K, {"hit": (hit_K, count_K), "accept": (hit_K, count_K)})
+        loss_K = torch.stack(losses)
+        total = loss_K.sum() if weight_K is None else (loss_K * weight_K).sum()
+        return LossOut(total, loss_K.detach(), count_K, {"hit": (hit_K, count_K), "accept": (hit_K, count_K)})
 
 
 def make_store(folder: Path, bad: str | None = None) -> Path:

@@ -26,7 +26,7 @@ from train import dist
 from train.config import RunConfig
 from train.optim import param_groups
 
-Objective = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
+Objective = tuple[Tensor, Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 
 
 def _deepspeed() -> ModuleType:
@@ -67,10 +67,10 @@ class _Objective(nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(self, batch: Batch, anchor: Tensor) -> Objective:
-        out = self.head.loss(batch)
-        assert out.loss_K.requires_grad, "the loss must depend on the head's parameters, also where a batch supervises nothing"
-        return out.loss_K + anchor, out.count_K, out.metrics
+    def forward(self, batch: Batch, weight_K: Tensor, anchor: Tensor) -> Objective:
+        out = self.head.loss(batch, weight_K)
+        assert out.total.requires_grad, "the loss must depend on the head's parameters, also where a batch supervises nothing"
+        return out.total + anchor, out.loss_K, out.count_K, out.metrics
 
 
 class Engine:
@@ -94,8 +94,7 @@ class Engine:
             raise UserError(f"zero: {' '.join(' '.join(str(error).splitlines()[1:3]).split())}; as conf/zero/*.yaml have it") from error
         optim = cfg.optim
         adam = torch.optim.AdamW(
-            param_groups(head, optim.weight_decay), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps,
-            fused=self.device.type == "cuda",
+            param_groups(head, optim.weight_decay), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True,
         )  # fmt: skip
         self.ds, *_ = deepspeed.initialize(model=objective, optimizer=adam, config=deepspeed_config(cfg))
 
@@ -105,15 +104,14 @@ class Engine:
         The step's loss is sum_k weight_k * (sum of the loss at depth k) / total_k. Returns the detached sums, on the device.
         """
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        loss_K, count_K, metrics = self.ds(batch.to(self.device, self.dtype), anchor)
         # The one place of normalisation. DeepSpeed divides by the accumulation steps and averages over the ranks; both are
         # undone here, so that a step is the same for any split of its micro-batches over ranks and accumulation.
-        scale_K = self.weights_K * (self.accum * dist.world()) / total_K.clamp(min=1).to(self.device)
-        loss = (loss_K * scale_K).sum()
+        weight_K = self.weights_K * (self.accum * dist.world()) / total_K.clamp(min=1).to(self.device)
+        loss, loss_K, count_K, metrics = self.ds(batch.to(self.device, self.dtype), weight_K, anchor)
         # A loss that is not finite makes every gradient so, and DeepSpeed then refuses the step on all ranks.
         self.ds.backward(loss * torch.where(loss.detach().isfinite(), 1.0, float("nan")))
         self.ds.step()  # steps on the last micro-batch only
-        return LossOut(loss_K.detach(), count_K, metrics)
+        return LossOut(loss.detach(), loss_K, count_K, metrics)
 
     def set_lr(self, lr: float) -> None:
         for group in self.ds.optimizer.param_groups:
