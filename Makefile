@@ -4,7 +4,7 @@ export OMP_WAIT_POLICY := passive
 PY := .venv/bin/python
 PYTHON ?=
 
-.PHONY: setup demo test test-all check lint clean
+.PHONY: setup demo test test-all bench check lint clean
 
 setup: .venv/.ready
 
@@ -19,6 +19,9 @@ test: setup
 
 test-all: setup
 	$(PY) -m pytest -q
+
+bench: setup
+	$(PY) docs/benchmarks/training_step/run.py docs/benchmarks
 
 check: setup
 	$(PY) -m ruff format --check .

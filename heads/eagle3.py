@@ -45,8 +45,9 @@ class FusedBlock(nn.Module):
 
 class Eagle3(RecurrentHead):
     """taps: layers applied (ascending), [] for the target's last state. depths: K trained depths, each weighted
-    depth_decay^k. draft_vocab_size: size of the reduced vocabulary, null for the target's own. train_lm_head: train the
-    lm_head (it starts as the target's rows) instead of keeping those rows frozen. loss_chunk: label positions per chunk.
+    depth_decay^k. loss: see heads.objectives. draft_vocab_size: size of the reduced vocabulary, null for the target's own.
+    train_lm_head: train the lm_head (it starts as the target's rows) instead of keeping those rows frozen. loss_chunk: label
+    positions per chunk.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Eagle3(RecurrentHead):
         taps: list[int],
         depths: int = 3,
         depth_decay: float = 0.8,
+        loss: str = "kl",
         num_layers: int = 1,
         draft_vocab_size: int | None = None,
         train_lm_head: bool = False,
@@ -69,6 +71,7 @@ class Eagle3(RecurrentHead):
             target=target,
             depths=depths,
             depth_decay=depth_decay,
+            loss=loss,
             loss_chunk=loss_chunk,
             draft_vocab_size=draft_vocab_size,
             train_lm_head=train_lm_head,

@@ -27,9 +27,16 @@ class MTP(RecurrentHead):
     needs_last = "all"
 
     def __init__(
-        self, *, target: TargetSpec, depths: int = 3, depth_decay: float = 0.8, norms: bool = True, loss_chunk: int = 1024
+        self,
+        *,
+        target: TargetSpec,
+        depths: int = 3,
+        depth_decay: float = 0.8,
+        loss: str = "kl",
+        norms: bool = True,
+        loss_chunk: int = 1024,
     ) -> None:
-        super().__init__(target=target, depths=depths, depth_decay=depth_decay, loss_chunk=loss_chunk)
+        super().__init__(target=target, depths=depths, depth_decay=depth_decay, loss=loss, loss_chunk=loss_chunk)
         size, eps = target.hidden_size, target.rms_norm_eps
         self.norms = norms
         self.token_layernorm = RMSNorm(size, eps) if norms else None

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec
-from heads.losses import Labels, chunked_kl, hits
+from heads.losses import Labels, fused_loss, hits
+from heads.objectives import parse
 
 
 class RecurrentHead(DraftHead):
@@ -28,10 +29,12 @@ class RecurrentHead(DraftHead):
         depths: int,
         depth_decay: float,
         loss_chunk: int,
+        loss: str,
         draft_vocab_size: int | None = None,
         train_lm_head: bool = False,
     ) -> None:
         super().__init__()
+        self.mixture = parse(loss)
         if depths < 1 or loss_chunk < 1:
             raise ValueError(f"head.depths and head.loss_chunk must be at least 1, not {depths} and {loss_chunk}")
         if not 0 < depth_decay <= 1:
@@ -87,14 +90,22 @@ class RecurrentHead(DraftHead):
         position_L = (batch.loss_mask_T[index] & inside).nonzero().squeeze(1)
         depth_K1 = torch.arange(self.depths, device=position_L.device)[:, None]
         inside_KL = docs.positions_T[position_L] >= 1 + depth_K1
-        return Labels(position_L, torch.where(inside_KL, position_L - 1 - depth_K1, -1))
+        token_L = self.draft_index(batch.token_ids_T[index][position_L])
+        return Labels(position_L, torch.where(inside_KL, position_L - 1 - depth_K1, -1), token_L)
+
+    def draft_index(self, token_L: Tensor) -> Tensor:
+        """Indices into the draft vocabulary of target ids; -1 for those that it lacks."""
+        if self.draft_ids_U is None:
+            return token_L
+        place_L = torch.searchsorted(self.draft_ids_U, token_L).clamp(max=len(self.draft_ids_U) - 1)
+        return torch.where(self.draft_ids_U[place_L] == token_L, place_L, -1)
 
     def count(self, batch: Batch) -> Tensor:
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         return (self.labels(batch, docs).row_KL >= 0).sum(1)
 
     def loss(self, batch: Batch, weight_K: Tensor | None = None) -> LossOut:
-        """KL of the head's distribution from the target's at every supervised position, per depth; hits in evaluation mode."""
+        """The mixture of losses at every supervised position, per depth; hits in evaluation mode."""
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         labels = self.labels(batch, docs)
         docs.need(labels.row_KL)
@@ -108,7 +119,7 @@ class RecurrentHead(DraftHead):
             x_RD, state = self.step(state, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
             x_KRD.append(x_RD)
         weight_K = torch.ones(self.depths, device=batch.last_TD.device) if weight_K is None else weight_K
-        total, loss_K = chunked_kl(x_KRD, self._head_UD, self.teacher_UD, batch.last_TD, labels, weight_K, self.loss_chunk)
+        total, loss_K = fused_loss(x_KRD, self._head_UD, self.teacher_UD, batch.last_TD, labels, weight_K, self.mixture, self.loss_chunk)
         metrics = {} if self.training else self._metrics(x_KRD, batch, docs, labels)
         return LossOut(total, loss_K, (labels.row_KL >= 0).sum(1), metrics)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads.losses import Labels, chunked_kl, hits
+from heads.losses import Labels, fused_loss, hits
+from heads.objectives import OBJECTIVES, parse
 
 T, D, V, K = 23, 8, 37, 3
 
@@ -18,40 +19,74 @@ def inputs(trained: bool):
     position = torch.tensor([1, 2, 3, 7, 8, 20, 22])
     rows = torch.stack([position - 1 - k for k in range(K)])
     rows[rows < 0] = -1
-    return x, head, teacher, torch.randn(T, D, dtype=torch.float64), Labels(position, rows)
+    token = torch.tensor([5, 36, -1, 0, 7, 7, 20])
+    return x, head, teacher, torch.randn(T, D, dtype=torch.float64), Labels(position, rows, token)
 
 
-def naive(x, head, teacher, last, labels):
+def plain(name, p, log_q, y):
+    """Each objective from its definition, for autograd."""
+    q = log_q.exp()
+    m = (p + q) / 2
+    a = torch.minimum(p, q).sum()
+    zero = log_q.sum() * 0
+    kl = (p * (p.log() - log_q)).sum()
+    w = torch.exp(-3 * a.detach())
+    return {
+        "ce": zero if y < 0 else -log_q[y],
+        "argmax_ce": -log_q[p.argmax()],
+        "kl": kl,
+        "reverse_kl": (q * (log_q - p.log())).sum(),
+        "jsd": ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2,
+        "tv": 1 - a,
+        "log_acceptance": -a.log(),
+        "lk": w * kl + (1 - w) * (1 - a),
+        "top_ce": -sum(p[v] * log_q[v] for v in p.argsort(descending=True)[:10]),
+    }[name]
+
+
+def naive(x, head, teacher, last, labels, loss):
     total = []
     for k in range(K):
         value = torch.zeros((), dtype=torch.float64)
-        for j, row in zip(labels.position_L.tolist(), labels.row_KL[k].tolist(), strict=True):
+        for n, (j, row) in enumerate(zip(labels.position_L.tolist(), labels.row_KL[k].tolist(), strict=True)):
             if row >= 0:
-                p = (teacher @ last[j]).softmax(-1)
-                value = value + (p * (p.log() - (head @ x[k][row]).log_softmax(-1))).sum()
+                p, log_q = (teacher @ last[j]).softmax(-1), (head @ x[k][row]).log_softmax(-1)
+                weight = 1.0 if labels.weight_KL is None else labels.weight_KL[k, n]
+                value = value + weight * sum(w * plain(name, p, log_q, labels.token_L[n]) for name, w in loss.items())
         total.append(value)
     return torch.stack(total)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("trained", [False, True])
-def test_chunked_kl_equals_the_naive_loop(chunk, trained):
+@pytest.mark.parametrize("loss", [*OBJECTIVES, "0.1*ce + 0.9*tv", "2*kl"])
+def test_the_fused_loss_equals_the_naive_loop(loss, chunk, trained, weighted):
     x, head, teacher, last, labels = inputs(trained)
+    if weighted:
+        labels.weight_KL = torch.rand(labels.row_KL.shape, dtype=torch.float64)
     weight = torch.tensor([1.0, 0.8, 0.5], dtype=torch.float64)
     wanted = [*x, head] if trained else x
-    total, loss = chunked_kl(x, head, teacher, last, labels, weight, chunk)
-    plain = naive(x, head, teacher, last, labels)
-    torch.testing.assert_close(loss.double(), plain, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(total.double(), (plain * weight).sum(), rtol=1e-5, atol=1e-6)
+    total, value = fused_loss(x, head, teacher, last, labels, weight, parse(loss), chunk)
+    plain = naive(x, head, teacher, last, labels, parse(loss))
+    torch.testing.assert_close(value.double(), plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(total.double(), (plain * weight).sum(), rtol=1e-6, atol=1e-6)
     grads = torch.autograd.grad(2 * total, wanted)
     for a, b in zip(grads, torch.autograd.grad(2 * (plain * weight).sum(), wanted), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["", "nothing", "0*kl", "-1*kl", "kl+", "x*kl", "kl*2", "nan*kl"])
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(ValueError, match="log_acceptance.*mixture"):
+        parse(loss)
 
 
 def test_no_labels_is_a_zero_loss_with_a_zero_gradient():
     x, head, teacher, last, _ = inputs(False)
-    empty = Labels(torch.zeros(0, dtype=torch.long), torch.zeros(K, 0, dtype=torch.long))
-    total, loss = chunked_kl(x, head, teacher, last, empty, torch.ones(K), 4)
+    none = torch.zeros(0, dtype=torch.long)
+    empty = Labels(none, none.expand(K, 0), none)
+    total, loss = fused_loss(x, head, teacher, last, empty, torch.ones(K), {"kl": 1.0}, 4)
     assert loss.tolist() == [0.0] * K
     assert all(g.abs().sum() == 0 for g in torch.autograd.grad(total, x))
 

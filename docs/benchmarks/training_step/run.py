@@ -1,0 +1,191 @@
+"""Ours and each peer, one optimizer step at a time in turn, so that whatever else the machine does hits all alike.
+
+python run.py OUT_FOLDER [--rounds 5] [--rows 1x1024:3:8192,...] [--dtype auto]     (make bench)
+
+Each contender is a process of its own (worker.py) with its packages from .bench/<name>, beside this environment's torch and
+transformers. Writes training_step.json and training_step.md. `ratio`: the fastest peer's median time over ours, all as installed;
+`ratio_tuned`: the same with glibc told to keep large blocks, which speeds the peers up; `peak_fraction`: necessary operations of our
+step per second over the best measured product of two matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from train.dist import usual_dtype
+
+PEERS = {
+    "speculators": ["speculators==0.9.0", "hs-connectors==0.9.0"],
+    "specforge": ["specforge==0.2.0"],
+    "modelopt": ["nvidia-modelopt==0.47.0", "pulp", "scipy", "nvidia-ml-py"],
+}
+TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "34359738368"}
+D, INTER, V, Q, KV = 576, 1536, 49152, 576, 192
+ROWS = [f"{shape}:{k}:{u}" for u in (8192, V) for shape in ("1x1024", "4x512", "1x4096") for k in (3, 7)]
+THREADS = os.cpu_count() or 1
+
+
+def install(name: str) -> Path:
+    """The peer's own packages in .bench/<name>; what they share with this environment is used from there."""
+    folder = ROOT / ".bench" / name
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(partial), *PEERS[name]], check=True)
+        partial.rename(folder)
+    return folder
+
+
+class Contender:
+    def __init__(self, name: str, settings: dict[str, Any], env: dict[str, str]) -> None:
+        path = str(install(name)) if name in PEERS else ""
+        env = {**os.environ, **env, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(THREADS)}
+        command = [sys.executable, str(HERE / "worker.py"), json.dumps({**settings, "name": name, "threads": THREADS, "warm": 2})]
+        self.name, self.log = name, ROOT / ".bench" / f"{name}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.read()
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            last = self.log.read_text().strip().splitlines()[-1:]
+            raise RuntimeError(f"{self.name} stopped: {' '.join(last)} (whole log: {self.log})")
+        return json.loads(line)
+
+    def ask(self, what: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def measure(settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Median seconds of a step and peak gigabytes above the idle process, by contender. One that fails is left out and said."""
+    contenders, found = [], {}
+    for name in ("draftsmith", *PEERS):
+        try:
+            contenders.append(Contender(name, settings, env))
+        except RuntimeError as error:
+            print(f"  {error}", flush=True)
+    times: dict[str, list[float]] = {c.name: [] for c in contenders}
+    for _ in range(rounds):
+        for contender in contenders:
+            times[contender.name].append(contender.ask("step")["wall"])
+    for contender in contenders:
+        peak = contender.ask("peak")
+        found[contender.name] = {"seconds": statistics.median(times[contender.name]), "gb": peak["peak_gb"] - peak["idle_gb"]}
+        contender.close()
+    return found
+
+
+def peak_flops(dtype: torch.dtype) -> float:
+    """Best rate of products as large as the lm_head's, operations per second."""
+    torch.set_num_threads(THREADS)
+    x, w, best = torch.randn(1024, D).to(dtype), torch.randn(8192, D).to(dtype), float("inf")
+    out = torch.empty(1024, 8192, dtype=dtype)
+    for _ in range(20):
+        began = time.perf_counter()
+        torch.mm(x, w.T, out=out)
+        best = min(best, time.perf_counter() - began)
+    return 2 * 1024 * D * 8192 / best
+
+
+def necessary_flops(B: int, S: int, K: int, U: int) -> float:
+    """Products of one step with a trained lm_head, every token supervised: forward 1, backward 2, without what needs no gradient (the
+    taps, the teacher, the embedding half of q, k, v); causal attention, and one key per further depth."""
+    T = B * S
+    fc, qkv, rest = 2 * 3 * D * D, 2 * 2 * D * (Q + 2 * KV), 2 * (Q * D + 3 * D * INTER)
+    layer = K * T * (3 * (qkv + rest) - qkv / 2)
+    attention = 3 * sum(B * 4 * Q * (S * (S + 1) / 2 + S * k) for k in range(K))
+    lm_head = sum(3 * 2 * (T - B * (k + 2)) * D * U for k in range(K)) + 2 * T * D * U
+    return 2 * fc * T + layer + attention + lm_head
+
+
+def row(text: str, rounds: int, dtype: str, data: Path, peak: float, supervised: float = 1.0) -> dict[str, Any]:
+    shape, k, u = text.split(":")
+    B, S, K, U = *map(int, shape.split("x")), int(k), int(u)
+    settings = {"sequences": B, "length": S, "depths": K, "draft_vocab": U, "dtype": dtype, "supervised": supervised, "data": str(data)}
+    plain, tuned = (measure(settings, rounds, env) for env in ({}, TUNED))
+    ours, peers = plain["draftsmith"], {name: x for name, x in plain.items() if name != "draftsmith"}
+    fastest_tuned = min(x["seconds"] for name, x in tuned.items() if name != "draftsmith")
+    found = {
+        "shape": shape, "depths": K, "draft_vocab": U, "supervised": supervised,
+        "ours_tok_s": B * S / ours["seconds"],
+        "peers": {name: B * S / x["seconds"] for name, x in peers.items()},
+        "ratio": min(x["seconds"] for x in peers.values()) / ours["seconds"],
+        "ratio_tuned": fastest_tuned / tuned["draftsmith"]["seconds"],
+        "memory_ratio": ours["gb"] / min(x["gb"] for x in peers.values()),
+        "peak_fraction": necessary_flops(B, S, K, U) / ours["seconds"] / peak if supervised == 1 else None,
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def markdown(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "# One EAGLE-3 optimizer step on a CPU, beside three peers",
+        "",
+        f"{machine['date']}, {machine['cpu']}, {machine['threads']} threads, ",
+    ]
+    lines[-1] += f"torch {machine['torch']}, {machine['dtype']}, best product of two matrices {machine['peak_gflops']:.0f} GFLOP/s. "
+    lines += ["Written by `make bench`; see docs/benchmarks/training_step/.", ""]
+    names = list(PEERS)
+    lines += [f"| shape | depths | vocabulary | supervised | ours, tokens/s | {' | '.join(names)} | ratio | tuned | memory | of peak |"]
+    lines += ["|" + "---|" * (9 + len(names))]
+    for r in rows:
+        peers = " | ".join(f"{r['peers'][n]:,.0f}" if n in r["peers"] else "-" for n in names)
+        share = f"{r['peak_fraction']:.0%}" if r["peak_fraction"] else "-"
+        lines += [
+            f"| {r['shape']} | {r['depths']} | {r['draft_vocab']:,} | {r['supervised']:.0%} | {r['ours_tok_s']:,.0f} | {peers} | "
+            f"{r['ratio']:.2f}x | {r['ratio_tuned']:.2f}x | {r['memory_ratio']:.2f} | {share} |"
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--supervised", type=float, default=0.5, help="share of labels of the second half of the table")
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args()
+    dtype = usual_dtype() if args.dtype == "auto" else args.dtype
+    (ROOT / ".bench").mkdir(exist_ok=True)
+    data = ROOT / ".bench" / "states.pt"
+    if not data.exists():
+        subprocess.run([sys.executable, str(HERE / "data.py"), str(data)], check=True)
+    peak = peak_flops(getattr(torch, dtype))
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.machine()
+    )
+    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu, "threads": THREADS, "torch": torch.__version__, "dtype": dtype}
+    machine["peak_gflops"] = peak / 1e9
+    rows = [row(text, args.rounds, dtype, data, peak, share) for share in (1.0, args.supervised) for text in args.rows.split(",")]
+    (args.out / "training_step.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    (args.out / "training_step.md").write_text(markdown(machine, rows))
+    print(markdown(machine, rows))
+
+
+if __name__ == "__main__":
+    main()
