@@ -1,0 +1,36 @@
+"""python launch/sweep.py conf=<name>[,<name>...] [key=v1,v2 ...] [untrained=true] [out=<path>]
+
+Every combination of the values, each a run of its own (launch/run.py) under runs/sweep/, then one table: <out>.md and <out>.json.
+untrained=true: also what each head accepts untrained."""
+
+import shlex
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from data.errors import UserError
+from eval import sweep
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if not words or {"-h", "--help"} & set(words):
+        print(__doc__)
+        return
+    own = dict(word.split("=", 1) for word in words if word.partition("=")[0] in ("untrained", "out"))
+    try:
+        runs = sweep.plan([word for word in words if word.partition("=")[0] not in own], own.get("untrained", "false") == "true")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    failed = sweep.run_all(ROOT, runs)
+    rows = sweep.table(ROOT / "runs", [name for name, _ in runs], failed)
+    command = f"python launch/sweep.py {shlex.join(words)}"
+    print("\n" + sweep.write(ROOT / own.get("out", "runs/sweep/table"), rows, command))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
