@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import groupby
 from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,16 +99,6 @@ def loop_start(ids: list[int], n: int) -> int | None:
             return i
         seen.add(gram)
     return None
-
-
-def describe_mask(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> str:
-    """One line per run of equal mask: supervised or not, token positions, and the decoded text."""
-    lines = []
-    for supervised, run in groupby(range(len(ids)), key=lambda i: mask[i]):
-        positions = list(run)
-        start, end = positions[0], positions[-1] + 1
-        lines.append(f"{'supervised' if supervised else 'context':10} {start:5}:{end:<5} {tokenizer.decode(ids[start:end])!r}")
-    return "\n".join(lines)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, record: ChatRecord, messages: list[dict[str, Any]], **options: Any) -> Any:

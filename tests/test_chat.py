@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from data.chat import NoSupervisedTokens, describe_mask, load_tokenizer, loop_start, offpolicy, prompt_ids
+from data.chat import NoSupervisedTokens, load_tokenizer, loop_start, offpolicy, prompt_ids
 from data.errors import UserError
 from data.prompts import ChatRecord
 
@@ -263,13 +263,3 @@ def test_loop_start_is_where_an_ngram_returns():
         ids = [(i * i * (seed + 3) + i // 5) % 7 for i in range(40)]
         for n in (1, 2, 4):
             assert loop_start(ids, n) == naive_loop_start(ids, n)
-
-
-def test_describe_mask_shows_each_run():
-    tokenizer = tokenizer_for(CHATML)
-    ids, mask = offpolicy(tokenizer, chat("Hi", "Hello", "So?", "Yes"))
-    lines = describe_mask(tokenizer, ids, mask).splitlines()
-    assert [line.split()[0] for line in lines] == ["context", "supervised"] * 2 + ["context"]
-    assert lines[1].endswith("'Hello<|im_end|>'") and lines[3].endswith("'Yes<|im_end|>'") and lines[4].endswith("'\\n'")
-    start, end = lines[1].split()[1].split(":")
-    assert mask.index(True) == int(start) and not mask[int(end)] and mask[int(end) - 1]

@@ -1,0 +1,29 @@
+"""python launch/masks.py conf=<name> [show=3]: what a head will learn from. Supervised shares by slice, then `show` answers with
+their supervised tokens in colour. Reads the answers in data.responses; runs no model."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from data.chat import load_tokenizer
+from data.errors import UserError
+from data.masks import show
+from data.target import resolve
+from train.config import RunConfig, main
+
+words = [word for word in sys.argv[1:] if word.startswith("show=")]
+sys.argv = [word for word in sys.argv if word not in words]
+
+
+def run(cfg: RunConfig) -> None:
+    count = words[-1].removeprefix("show=") if words else "3"
+    if not count.isdigit():
+        raise UserError(f"show={count}: must be a number of answers")
+    tokenizer = load_tokenizer(resolve(cfg.target, ROOT), cfg.target.trust_remote_code)
+    show(Path(cfg.data.responses) / "train.jsonl", tokenizer, cfg.data.max_length, int(count))
+
+
+if __name__ == "__main__":
+    main(run)
