@@ -62,12 +62,11 @@ def export_head(
     state = head.state_dict()
     forgotten = [name for name, _ in head.named_parameters() if name not in export.names]
     assert not forgotten, f"{type(head).__name__}.export names no tensor for {forgotten}"
-    tensors = {theirs: _cast(state[ours], dtype) for ours, theirs in export.names.items()} | {
-        theirs: _cast(tensor, dtype) for theirs, tensor in export.extra.items()
+    tensors = {theirs: cast(state[ours], dtype) for ours, theirs in export.names.items()} | {
+        theirs: cast(tensor, dtype) for theirs, tensor in export.extra.items()
     }
     assert len(tensors) == len(export.names) + len(export.extra), "two tensors under one name"
-    # A null is a default in one loader and a refusal in another.
-    config = {key: value for key, value in export.config.items() if value is not None} | {"dtype": str(dtype).removeprefix("torch.")}
+    config = engine_config(head, dtype)
     about = {
         "format_version": FORMAT_VERSION,
         "head": head_cfg,
@@ -111,7 +110,14 @@ def trained_head(
     return head.eval()
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def engine_config(head: DraftHead, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the export. Nulls are left out: one is a default in one loader and a refusal in another."""
+    given = {key: value for key, value in head.export().config.items() if value is not None}
+    return given | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As it is stored: on the CPU, in the engine's dtype (integers as they are)."""
     tensor = tensor.detach().cpu()
     return (tensor.to(dtype) if tensor.is_floating_point() else tensor).clone().contiguous()
 

@@ -1,4 +1,5 @@
-"""The target's answers -> its hidden states: `python launch/capture.py conf=<name>`. Says the bytes first; resumable."""
+"""The target's answers -> its hidden states: `python launch/capture.py conf=<name>`. Says the bytes first; resumable.
+check=true: captures nothing, and holds what is there against its checksums, masks and transformers' own states. Status 1: a fault."""
 
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from data.check import check_splits, show_faults
 from data.engine import capture, engine_identity
 from data.identity import check_responses, identity
 from data.lock import alone
@@ -13,20 +15,24 @@ from data.target import resolve, spec
 from train.config import RunConfig, main
 from train.plan import build_on_meta
 
+if check := "check=true" in sys.argv:
+    sys.argv.remove("check=true")
+
 
 def run(cfg: RunConfig) -> None:
     target_dir = resolve(cfg.target, ROOT)
+    if check:
+        sys.exit(show_faults(check_splits(Path(cfg.data.store), Path(cfg.data.responses), target_dir, 4), "the store holds what it says"))
     target, maker = spec(target_dir), identity(target_dir, cfg.target)
     head = build_on_meta(cfg, target)
     taps, last = tuple(sorted(set(head.taps))), head.needs_last
-    manifest = {**maker, "taps": list(taps), "hidden_size": target.hidden_size, "last": last}
-    manifest |= {"dtype": cfg.data.states_dtype, "engine": engine_identity()}
+    manifest = {**maker, "taps": list(taps), "hidden_size": target.hidden_size, "last": last, "dtype": cfg.data.states_dtype}
     answers = {split: Path(cfg.data.responses) / f"{split}.jsonl" for split in ("train", "heldout")}
     for path in answers.values():
         check_responses(path, maker)
+    settings = {"target_dir": target_dir, "target_cfg": cfg.target, "taps": taps, "last": last}
+    settings |= {"max_length": cfg.data.max_length, "cap_gb": cfg.data.max_store_gb, "manifest": manifest | {"engine": engine_identity()}}
     for split, path in answers.items():
-        settings = {"target_dir": target_dir, "target_cfg": cfg.target, "taps": taps, "last": last, "manifest": manifest}
-        settings |= {"max_length": cfg.data.max_length, "cap_gb": cfg.data.max_store_gb}
         with alone(Path(cfg.data.store), "data.store"):
             capture(responses=path, store_dir=Path(cfg.data.store) / split, **settings)
 

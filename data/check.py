@@ -1,0 +1,172 @@
+"""Whether a store holds what it says: checksums, and a sample of it against transformers' own forward pass.
+
+Shape suffixes: T tokens of one sequence, L taps, D hidden, V vocab.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from data.engine import read_answers
+from data.identity import template_hash, tokenizer_hash
+from data.store import Store
+from data.target import fingerprint, frozen
+
+CLOSE = 0.1  # relative error to transformers' float32 states; a bfloat16 engine's stay below 0.02
+OFF_POLICY = 0.3  # nats per token by which a text may surprise the target more than its own samples would
+
+
+@dataclass
+class Fault:
+    """cause: one word by which programs know it; text: what is wrong and how to mend it."""
+
+    cause: str
+    text: str
+
+
+def _error(stored: Tensor, true: Tensor) -> Tensor:
+    """|stored - true| / |true| over the last dimension, averaged over rows: [rows, ..., D] -> [...]."""
+    return ((stored - true).norm(dim=-1) / true.norm(dim=-1)).mean(0)
+
+
+class Reference:
+    """The target in transformers, float32: the residual stream after each of its layers, and the state after the final norm."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
+        self._before_norm: list[Tensor] = []
+        self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0][0]))
+
+    @torch.no_grad()
+    def states(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual streams [T, layers + 1, D], last [T, D])."""
+        self._before_norm.clear()
+        found = self.model.model(token_ids_T[None], output_hidden_states=True, use_cache=False)
+        return torch.stack([*(x[0] for x in found.hidden_states[:-1]), self._before_norm[0]], 1), found.last_hidden_state[0]
+
+
+def identity_faults(manifest: dict[str, Any], target_dir: Path) -> list[Fault]:
+    faults = []
+    if manifest["target"]["fingerprint"] != fingerprint(target_dir):
+        faults.append(Fault("target", f"captured from other weights than {target_dir} holds: capture again"))
+    if manifest["tokenizer_hash"] != tokenizer_hash(target_dir):
+        faults.append(Fault("tokenizer", "captured with another tokenizer: respond and capture again"))
+    if manifest["template_hash"] != template_hash(target_dir):
+        faults.append(
+            Fault("template", "answers were prompted with another chat template than the target has now: respond and capture again")
+        )
+    return faults
+
+
+def mask_faults(store: Store, answers_path: Path) -> list[Fault]:
+    """Supervision must begin where generation began, in every sequence whose answer is at hand."""
+    if not answers_path.is_file():
+        return []
+    starts = {answer["id"]: len(answer["prompt_ids"]) for answer in read_answers(answers_path)[0]}
+    wrong: dict[int, list[str]] = {}
+    for i, name in enumerate(store.ids):
+        if name in starts and (shift := int(store.first_labels[i]) - starts[name]):
+            wrong.setdefault(shift, []).append(name)
+    text = "in {} sequences supervision begins {:+d} tokens from where the answer does (first: {}): capture again"
+    return [Fault("mask", text.format(len(names), shift, names[0])) for shift, names in wrong.items()]
+
+
+def state_faults(store: Store, target_dir: Path, count: int) -> tuple[list[Fault], dict[str, float]]:
+    """`count` sequences against transformers. Also returns figures: relative error of each tap and of last, argmax agreement, surprise
+    (nats per supervised token above what the target's own samples would have)."""
+    reference, lm_head_VD = Reference(target_dir), frozen(target_dir, torch.float32, "cpu").lm_head_VD
+    taps = tuple(store.manifest["taps"])
+    sums: dict[str, list[float]] = {}
+    best: dict[str, list[int]] = {f"tap {t}": [] for t in taps}
+    for i in torch.linspace(0, len(store) - 1, min(count, len(store))).long().unique().tolist():
+        item = store.get(i, taps)
+        streams_TLD, last_TD = reference.states(item["token_ids"])
+        for j, tap in enumerate(taps):
+            error_L = _error(item["taps"][:, j, None].float(), streams_TLD)
+            sums.setdefault(f"tap {tap}", []).append(float(error_L[tap]))
+            best[f"tap {tap}"].append(int(error_L.argmin()))
+        if item["last"] is not None:
+            for name, value in _last_figures(item, streams_TLD[:, -1], last_TD, lm_head_VD).items():
+                sums.setdefault(name, []).append(value)
+    figures = {name: sum(values) / len(values) for name, values in sums.items()}
+    return _judge(figures, best), figures
+
+
+def _last_figures(item: dict[str, Any], raw_TD: Tensor, last_TD: Tensor, lm_head_VD: Tensor) -> dict[str, float]:
+    """Over the rows that are stored and predict a label."""
+    rows = (item["loss_mask"][1:] & item["last"][:-1].any(-1)).nonzero().squeeze(1)
+    stored, label = item["last"][rows].float(), item["token_ids"][rows + 1]
+    log_p = (stored @ lm_head_VD.T).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return {
+        "last": float(_error(stored, last_TD[rows])),
+        "last before the norm": float(_error(stored, raw_TD[rows])),
+        "last, one token early": float(_error(stored, last_TD[(rows - 1).clamp(min=0)])),
+        "last, one token late": float(_error(stored, last_TD[(rows + 1).clamp(max=len(last_TD) - 1)])),
+        "argmax": float((log_p.argmax(-1) == (last_TD[rows] @ lm_head_VD.T).argmax(-1)).float().mean()),
+        "surprise": float((-log_p.gather(1, label[:, None]).squeeze(1) - entropy).mean()),
+    }
+
+
+def _judge(figures: dict[str, float], best: dict[str, list[int]]) -> list[Fault]:
+    faults = []
+    for name, found in best.items():
+        layer = max(set(found), key=found.count)
+        if figures[name] > CLOSE:
+            meant = f"layer {layer} is nearest" if layer != int(name.split()[1]) else "nor is it any other layer"
+            text = f"{name} is not the target's own state there (relative error {figures[name]:.2f}); {meant}: capture again"
+            faults.append(Fault("tap", text))
+    if "last" not in figures:
+        return faults
+    if figures["last"] <= CLOSE:
+        if figures["surprise"] > OFF_POLICY:
+            text = f"the answers surprise the target by {figures['surprise']:.2f} nats a token more than its own would"
+            faults.append(Fault("off-policy", f"{text}: another hand wrote them. Sample them with launch/respond.py"))
+        return faults
+    kinds = {"last before the norm": "norm", "last, one token early": "shift", "last, one token late": "shift"}
+    nearest = min(kinds, key=lambda name: figures[name])
+    if figures[nearest] > CLOSE:
+        return [*faults, Fault("last", f"last is not the target's own (relative error {figures['last']:.2f}): capture again")]
+    return [*faults, Fault(kinds[nearest], f"what is stored as last is the target's {nearest}: capture again")]
+
+
+def check_store(folder: Path, target_dir: Path, answers_path: Path, count: int) -> tuple[list[Fault], dict[str, float], str]:
+    """Checksums (UserError where one fails), then identity, masks and states. Returns faults, figures, and what the store holds."""
+    store = Store(folder, verify=True)
+    faults = identity_faults(store.manifest, target_dir) + mask_faults(store, answers_path)
+    found, figures = state_faults(store, target_dir, count) if not any(f.cause == "target" for f in faults) else ([], {})
+    size = sum(shard["bytes"] for shard in store.manifest["shards"])
+    holds = f"{len(store):,} sequences, {int(store.lengths.sum()):,} tokens, {store.manifest['supervised_tokens']:,} supervised, "
+    holds += f"{size / 1e9:.2f} GB ({size / max(1, int(store.lengths.sum())):,.0f} bytes a token), taps {store.manifest['taps']}, last: "
+    holds += f"{store.manifest['last']}, {json.dumps(store.manifest['dtype'])}; checksums right"
+    return faults + found, figures, holds
+
+
+def check_splits(store: Path, responses: Path, target_dir: Path, count: int) -> list[Fault]:
+    """check_store of the train and held-out parts, with what it found printed."""
+    console, faults = Console(highlight=False), []
+    for split in ("train", "heldout"):
+        found, figures, holds = check_store(store / split, target_dir, responses / f"{split}.jsonl", count)
+        console.print(f"{split}: {holds}")
+        console.print("  against transformers: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        faults += [Fault(fault.cause, f"{split}: {fault.text}") for fault in found]
+    return faults
+
+
+def show_faults(faults: list[Fault], sound: str) -> int:
+    """Prints them, or `sound` where there are none. Returns the exit status."""
+    console = Console(highlight=False)
+    for fault in faults:
+        console.print(f"[bold red]{fault.cause}[/]: {fault.text}", soft_wrap=True)
+    if not faults:
+        console.print(sound)
+    return 1 if faults else 0

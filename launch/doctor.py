@@ -1,0 +1,35 @@
+"""python launch/doctor.py conf=<name> [sample=4]: why acceptance is what it is. Checks stores, masks, vocabulary and export against the
+target, `sample` sequences with transformers, and puts teacher-forced, offline and engine figures side by side. Status 1: a fault."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from data.errors import UserError
+from data.target import resolve
+from eval.doctor import diagnose, show
+from eval.export import trained_head
+from train.checkpoint import latest, load_head
+from train.config import RunConfig, main
+
+words = [word for word in sys.argv[1:] if word.startswith("sample=")]
+sys.argv = [word for word in sys.argv if word not in words]
+
+
+def run(cfg: RunConfig) -> None:
+    count = words[-1].removeprefix("sample=") if words else "4"
+    if not count.isdigit() or count == "0":
+        raise UserError(f"sample={count}: must be a number of sequences, 1 or more")
+    step, target_dir = latest(Path(cfg.run_dir)), resolve(cfg.target, ROOT)
+    if step is None:
+        raise UserError(f"{cfg.run_dir}: no checkpoint yet; train with `python launch/train.py conf=<name>`")
+    head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")
+    sys.exit(show(*diagnose(cfg, head, target_dir, int(count))))
+
+
+if __name__ == "__main__":
+    main(run)
