@@ -4,15 +4,14 @@ check=true: captures nothing, and holds what is there against its checksums, mas
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.check import check_splits, show_faults
 from data.engine import capture, engine_identity
 from data.identity import check_responses, identity
 from data.lock import alone
 from data.target import resolve, spec
-from train.config import RunConfig, main
+from train.config import ROOT, RunConfig, main
 from train.plan import build_on_meta
 
 if check := "check=true" in sys.argv:
