@@ -89,6 +89,16 @@ def offpolicy(tokenizer: PreTrainedTokenizerBase, record: ChatRecord) -> tuple[l
     return ids, mask
 
 
+def user_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of the chat template up to where a user's words begin. UserError: it puts nothing there."""
+    probe = "\uf8fe"  # private use: no template holds it
+    record = ChatRecord("the empty conversation", [{"role": "user", "content": probe}], {})
+    ids = _encode(tokenizer, _render(tokenizer, record, record.messages).partition(probe)[0])
+    if not ids:
+        raise UserError("the target's chat template puts nothing before a user's words, so it cannot be asked to write them")
+    return ids
+
+
 def loop_start(ids: list[int], n: int) -> int | None:
     """Index at which an n-gram first begins for the second time (overlaps count); None where none returns. One pass over ids."""
     assert n > 0

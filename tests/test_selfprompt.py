@@ -1,0 +1,72 @@
+"""Prompts that the target writes: where it is made to begin, what of it is used, and the run in the engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.builtin import build_tiny
+from data.chat import load_tokenizer, user_prefix
+from data.errors import UserError
+from data.selfprompt import invent, usable
+from train.config import load
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(build_tiny(tmp_path_factory.mktemp("self") / "target"), False)
+
+
+def test_the_target_goes_on_where_a_user_would_begin(tokenizer):
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False)
+    before = whole.partition("Why?")[0]
+    assert before and user_prefix(tokenizer) == tokenizer(before, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_that_puts_nothing_there_is_refused(tokenizer):
+    kept = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    try:
+        with pytest.raises(UserError, match="nothing before a user's words"):
+            user_prefix(tokenizer)
+    finally:
+        tokenizer.chat_template = kept
+
+
+def test_what_has_no_end_or_no_words_or_was_there_before_is_left_out(tokenizer):
+    def answer(name, text, reason="stop"):
+        return {"id": f"{name}#0", "prompt_ids": [1], "response_ids": tokenizer(text)["input_ids"], "finish_reason": reason}
+
+    answers = [answer("d", "What is a lighthouse?"), answer("a", "Write a poem about tea."), answer("b", "write a poem about tea. ")]
+    answers += [answer("c", "What is the endless", "length"), answer("e", "Hm?")]
+    found = usable(answers, tokenizer)
+    assert [record.id for record in found] == ["a", "d"]
+    assert found[0].messages == [{"role": "user", "content": "Write a poem about tea."}] and found[0].meta["split"] == "train"
+
+
+def test_the_engine_writes_them_and_a_second_call_goes_on(tmp_path):
+    """The tiny target's random weights seldom end a turn: what comes of it is a file, or a sentence that says why not."""
+    target = build_tiny(tmp_path / "target")
+    cfg = load(["conf=tiny_mtp", f"target.model={target}"])
+    out = tmp_path / "prompts.jsonl"
+    for count in (3, 5):
+        try:
+            invent(cfg, target, load_tokenizer(target, False), count, out)
+        except UserError as error:
+            assert f"none of {count} prompts" in str(error)
+        drafts = [json.loads(line) for line in (tmp_path / "prompts.drafts.jsonl").read_text().splitlines()]
+        assert sorted(draft["id"] for draft in drafts) == [f"self-{i:06d}#0" for i in range(count)]
+        assert all(draft["prompt_ids"] == user_prefix(load_tokenizer(target, False)) for draft in drafts)
+
+
+@pytest.mark.parametrize("words", [[], ["count=3"], ["count=x", "out=a.jsonl"], ["count=3", "out=a.txt"]])
+def test_the_command_wants_a_count_and_a_file(words):
+    command = [sys.executable, ROOT / "launch/prompts.py", "conf=tiny_mtp", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "count=<n> out=<file.jsonl>" in done.stderr
