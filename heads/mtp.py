@@ -5,7 +5,6 @@
 h is the target's last state after its final norm, at later depths the module's own y: one module, applied recursively.
 The norms are the *restored* ones: without them (`norms: false`: no input norms, no first norm of the block, no output norm) the
 module is the EAGLE-1 layer, and is exported and served as such, so that the effect of the norms can be measured in the engine.
-heads.eagle trains that layer with EAGLE's loss.
 """
 
 from __future__ import annotations
