@@ -20,6 +20,7 @@ LLAMA_KEYS = (
 ).split()
 EAGLE3_KEYS = "draft_vocab_size target_hidden_size norm_before_residual norm_before_fc fc_norm norm_output".split()
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+MASK_KEY = "ptd_token_id"  # the token of the rows behind the accepted prefix, where a draft is made in one pass
 
 
 def check_config(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
@@ -44,7 +45,7 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
         if serving.get("target_hf_overrides") != {"num_nextn_predict_layers": 1}:
             faults.append('serving must carry target_hf_overrides {"num_nextn_predict_layers": 1}: without it the engine does not start')
     faults += [f"{key} is {config[key]}, it must be {value}" for key, value in same.items() if config.get(key) not in (None, value)]
-    return faults + (_check_taps(config, target) if eagle3 else [])
+    return faults + (_check_taps(config, target) + _check_parallel(config, serving) if eagle3 else [])
 
 
 def _check_taps(config: dict[str, Any], target: TargetSpec) -> list[str]:
@@ -65,6 +66,16 @@ def _check_taps(config: dict[str, Any], target: TargetSpec) -> list[str]:
     if config.get("num_aux_hidden_states", 3) != len(ids):
         faults.append(f"num_aux_hidden_states is {config.get('num_aux_hidden_states', 'not set (3)')}, the layer ids are {len(ids)}")
     return faults
+
+
+def _check_parallel(config: dict[str, Any], serving: dict[str, Any]) -> list[str]:
+    """A head trained to draft in one pass, and the switch that makes the engine do so, go together."""
+    token, parallel = config.get(MASK_KEY), bool(serving.get("parallel_drafting"))
+    if parallel != (token is not None):
+        return [f"serving has parallel_drafting {parallel} and the config {MASK_KEY} {token}: one without the other drafts badly, or not"]
+    if token is not None and not 0 <= token < config["vocab_size"]:
+        return [f"{MASK_KEY} {token} is no token of the target, whose ids are 0..{config['vocab_size'] - 1}"]
+    return []
 
 
 def _block(config: dict[str, Any], prefix: str, qkv_in: int) -> Shapes:
@@ -96,6 +107,8 @@ def eagle3(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
             shapes["input_norm.weight"] = (taps * tap,)
         if config["fc_norm"]:
             shapes |= {f"fc_norm.{i}.weight": (tap,) for i in range(taps)}
+        if MASK_KEY in config:
+            shapes["mask_hidden"] = (taps * tap,)
     if draft_vocab != vocab:
         shapes["d2t"] = (draft_vocab,)
     return shapes, {"lm_head.weight"} if draft_vocab == vocab else set()

@@ -97,7 +97,11 @@ class Eagle3(RecurrentHead):
             assert batch.last_TD is not None
             return batch.last_TD
         assert batch.taps_TLD is not None
-        taps_TLD = batch.taps_TLD
+        return self.fuse(batch.taps_TLD)
+
+    def fuse(self, taps_TLD: Tensor) -> Tensor:
+        """The taps [T, L, D] as one state [T, D]: norms and fc."""
+        assert self.fc is not None
         if self.input_norm is not None:
             taps_TLD = self.input_norm(taps_TLD.flatten(1)).view_as(taps_TLD)
         if self.fc_norm is not None:

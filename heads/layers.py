@@ -93,12 +93,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor, docs: Documents, cache: KeyValues, rows: Rows) -> Tensor:
-        """x: [T, input] at depth 0, at later depths [R, input], its rows that are needed. `cache` holds the keys and values of the
-        earlier depths and receives this one's. rows: where queries are asked. Returns [R, D]."""
+        """x: [T, input] at depth 0, at later depths [R, input], its rows that are needed, or [1, input] where they are all the same.
+        `cache` holds the keys and values of the earlier depths and receives this one's. rows: where queries are asked. Returns [R, D]."""
         depth, size = len(cache.keys), self.spec.head_dim
         cos, sin = rope_tables(self.spec, (rows.positions_R if depth else docs.positions_T) + depth)
         cache.keys.append(rotate(self.k_proj(x).unflatten(1, (-1, size)), cos, sin))
-        cache.values.append(self.v_proj(x).unflatten(1, (-1, size)))
+        cache.values.append(self.v_proj(x).unflatten(1, (-1, size)).expand(len(cos), -1, -1))
         if depth == 0:
             x, cos, sin = rows.of(x), rows.of(cos), rows.of(sin)
         q = rotate(self.q_proj(x).unflatten(1, (-1, size)), cos, sin)

@@ -105,23 +105,37 @@ class RecurrentHead(DraftHead):
         return (self.labels(batch, docs).row_KL >= 0).sum(1)
 
     def loss(self, batch: Batch, weight_K: Tensor | None = None) -> LossOut:
-        """The mixture of losses at every supervised position, per depth; hits in evaluation mode."""
+        """The mixture of losses, and `more_loss`, at every supervised position, per depth; hits in evaluation mode."""
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         labels = self.labels(batch, docs)
+        count_K = (labels.row_KL >= 0).sum(1)
+        x_KRD = self.outputs(batch, docs, labels)
+        assert batch.last_TD is not None
+        weight_K = torch.ones(self.depths, device=batch.last_TD.device) if weight_K is None else weight_K
+        total, loss_K = fused_loss(x_KRD, self._head_UD, self.teacher_UD, batch.last_TD, labels, weight_K, self.mixture, self.loss_chunk)
+        more_K = self.more_loss(x_KRD, batch.last_TD, labels)
+        if more_K is not None:
+            total, loss_K = total + (more_K * weight_K).sum(), loss_K + more_K.detach()
+        metrics = {} if self.training else self._metrics(x_KRD, batch, docs, labels)
+        return LossOut(total, loss_K, count_K, metrics)
+
+    def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
+        """Per depth the inputs of lm_head [R, D]. Turns labels.row_KL from places in the pack into rows of these, and may leave out
+        labels there and weigh the others in labels.weight_KL."""
         docs.need(labels.row_KL)
         rows = docs.needed
         labels.row_KL = rows.place(labels.row_KL)
-        assert batch.last_TD is not None
         state, caches, x_KRD = self.first_state(batch), self.caches(), []
         for k in range(self.depths):
             index_T, _ = docs.shifted(1 + k)
             index = index_T if k == 0 else rows.of(index_T)
             x_RD, state = self.step(state, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
             x_KRD.append(x_RD)
-        weight_K = torch.ones(self.depths, device=batch.last_TD.device) if weight_K is None else weight_K
-        total, loss_K = fused_loss(x_KRD, self._head_UD, self.teacher_UD, batch.last_TD, labels, weight_K, self.mixture, self.loss_chunk)
-        metrics = {} if self.training else self._metrics(x_KRD, batch, docs, labels)
-        return LossOut(total, loss_K, (labels.row_KL >= 0).sum(1), metrics)
+        return x_KRD
+
+    def more_loss(self, x_KRD: list[Tensor], last_TD: Tensor, labels: Labels) -> Tensor | None:
+        """Sums per depth [K], float32 with gradient, over the rows of `labels`, of what a head trains on beside the distribution."""
+        return None
 
     def _metrics(self, x_KRD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
         """hit: share of positions whose first choice is the target's. accept: share of anchors whose first k + 1 choices all are,

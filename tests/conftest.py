@@ -53,13 +53,15 @@ def store_manifest(taps: tuple[int, ...], hidden_size: int) -> dict[str, Any]:
 
 
 def head_confs() -> dict[str, dict[str, Any]]:
-    """Every head of conf/head/, with taps and draft vocabulary brought to the size of SPEC."""
+    """Every head of conf/head/, with taps, mask token and draft vocabulary brought to the size of SPEC."""
     confs = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "head").glob("*.yaml"))}
     for conf in confs.values():
         if conf.get("taps"):
             conf["taps"] = [1, 2, 3]
         if "draft_vocab_size" in conf:
             conf["draft_vocab_size"] = 40
+        if "mask_token_id" in conf:
+            conf["mask_token_id"] = 7
     return confs
 
 

@@ -45,6 +45,29 @@ def test_rows_left_out_change_nothing_for_the_others(function):
     torch.testing.assert_close(function(rows.of(q), *narrow, rows, 0.3), rows.of(everything))
 
 
+@pytest.mark.parametrize("function", [causal_diagonal, causal_diagonal_dense])
+@pytest.mark.parametrize("needed", NEEDED)
+def test_rows_dropped_here_and_there_change_neither_values_nor_gradients(function, needed):
+    """Of each document some rows, none, or by chance one span; twice, as depth after depth drops more."""
+    torch.manual_seed(0)
+    docs = Documents(OFFSETS, torch.device("cpu"))
+    docs.need(torch.tensor(NEEDED[needed], dtype=torch.long))
+    q, *kv = (torch.randn(78, n, 32, requires_grad=True) for n in (4, 2, 2, 2, 2))
+    everything = function(q, kv[:2], kv[2:], docs.every, 0.3)
+    for share in (0.6, 0.7):
+        docs.keep(torch.rand(78) < share)
+        rows = docs.needed
+        assert sum(rows.counts) == len(rows.index_R) and (rows.positions_R == docs.positions_T[rows.index_R]).all()
+        if not len(rows.index_R):
+            continue
+        out = function(q[rows.index_R], [kv[0], kv[1][rows.index_R]], [kv[2], kv[3][rows.index_R]], rows, 0.3)
+        torch.testing.assert_close(out, everything[rows.index_R], rtol=1e-5, atol=2e-6)
+        weight = torch.randn_like(out)
+        pair = (torch.autograd.grad(x, [q, *kv], weight, retain_graph=True) for x in (out, everything[rows.index_R]))
+        for a, b in zip(*pair, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=5e-6)
+
+
 def test_large_scores_do_not_overflow():
     q, docs = torch.full((3, 1, 32), 30.0), Documents(torch.tensor([0, 3]), torch.device("cpu"))
     out = causal_diagonal(q, [q, -q], [q, q], docs.every, 1.0)

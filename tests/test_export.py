@@ -21,12 +21,16 @@ EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
 REDUCED = EAGLE3 | {"draft_vocab_size": 200}
 MTP = {"_target_": "heads.mtp.MTP"}
 NO_NORMS = MTP | {"norms": False}
+PARALLEL = {"_target_": "heads.peagle.PEagle", "taps": [0, 1, 2], "mask_token_id": 5}
 HEADS = {
     "eagle3": EAGLE3,
     "reduced": REDUCED,
     "two_taps": EAGLE3 | {"taps": [1, 2], "fc_norm": True, "num_layers": 2},
     "mtp": MTP,
     "eagle": NO_NORMS,
+    "features": {"_target_": "heads.eagle.Eagle"},
+    "parallel": PARALLEL,
+    "parallel_reduced": PARALLEL | {"taps": [2], "num_layers": 2, "draft_vocab_size": 200},
 }
 
 
@@ -176,6 +180,11 @@ FAULTS: dict[str, tuple[dict[str, Any], Edit, str]] = {
         put("layers.0.input_layernorm.weight", lambda t: torch.ones(64)),
         "layers.0.input_layernorm.weight has no place",
     ),
+    "mask state lost": (PARALLEL, drop("mask_hidden"), "missing tensor mask_hidden"),
+    "mask state of fewer taps": (PARALLEL, put("mask_hidden", lambda t: torch.zeros(128)), r"mask_hidden has shape \[128\]"),
+    "mask token lost": (PARALLEL, unset("ptd_token_id"), "parallel_drafting True and the config ptd_token_id None"),
+    "mask token that has no row": (PARALLEL, setting(ptd_token_id=512), "ptd_token_id 512 is no token"),
+    "mask token where none belongs": (EAGLE3, setting(ptd_token_id=5), "parallel_drafting False"),
     "unknown architecture": (MTP, setting(architectures=["FooForCausalLM"]), "FooForCausalLM .* knows LlamaForCausalLMEagle3"),
 }
 

@@ -12,6 +12,12 @@ from heads import build
 from heads.base import Batch, DraftHead
 
 
+@pytest.fixture
+def head(conf) -> DraftHead:
+    """In evaluation mode, where no head draws random numbers; `test_training_measures_what_evaluation_does` carries over to training."""
+    return ready(conf).eval()
+
+
 def mean_loss(head: DraftHead, batch: Batch) -> torch.Tensor:
     return head.loss(batch, 1 / head.count(batch)).total
 
@@ -45,6 +51,33 @@ def test_counts_follow_the_shifted_mask(head):
         for k in range(head.depths):
             expected[k] += mask[2 + k :].sum()
     assert torch.equal(head.count(batch), expected)
+
+
+def test_training_measures_what_evaluation_does(head):
+    """Loss and gradient are the same where training draws no random numbers; else the loss is in expectation, and it is a function of
+    the seed."""
+    batch = batch_of(head)
+    expected = head.loss(batch)
+    expected.total.backward()
+    gradients = [p.grad for p in head.parameters()]
+
+    def drawn(seed: int):
+        torch.manual_seed(seed)
+        return head.loss(batch)
+
+    head.zero_grad()
+    head.train()
+    first = drawn(0)
+    assert torch.equal(first.loss_K, drawn(0).loss_K) and torch.equal(first.count_K, expected.count_K)
+    if torch.equal(first.loss_K, drawn(1).loss_K):
+        assert torch.equal(first.loss_K, expected.loss_K)
+        first.total.backward()
+        assert all(torch.equal(p.grad, gradient) for p, gradient in zip(head.parameters(), gradients, strict=True))
+        return
+    with torch.no_grad():
+        loss_NK = torch.stack([drawn(seed).loss_K for seed in range(200)])
+    error_K = loss_NK.mean(0) - expected.loss_K
+    assert (error_K.abs() <= 5 * loss_NK.std(0) / len(loss_NK) ** 0.5 + 1e-4).all()
 
 
 def test_only_the_right_teachers_move_the_loss(head):
@@ -147,16 +180,16 @@ def test_gradient_is_that_of_the_loss(head):
 
 def test_training_and_drafting_agree(head):
     """Where the text is the head's own drafts, the training pass must predict exactly what `propose` proposed."""
-    batch = batch_of(head, (10,))
-    t = 5
-    for k in range(3):  # write the drafts of row t into the text behind it
-        drafts, _ = head.propose(batch, 3)
+    t, count = 5, max(head.depths, 3)
+    batch = batch_of(head, (t + 2 + count,))
+    for k in range(count):  # write the drafts of row t into the text behind it
+        drafts, _ = head.propose(batch, count)
         batch.token_ids_T[t + 2 + k] = drafts[t, k]
     head.eval()
     # A teacher that is certain of the drafted token, and the only label there: depth k of row t must hit it.
     certain = torch.linalg.pinv(head.frozen.lm_head_VD)[:, drafts[t]].T * 50
     for k in range(head.depths):
-        one = dataclasses.replace(batch, loss_mask_T=torch.zeros(10, dtype=torch.bool), last_TD=batch.last_TD.clone())
+        one = dataclasses.replace(batch, loss_mask_T=torch.zeros_like(batch.loss_mask_T), last_TD=batch.last_TD.clone())
         one.loss_mask_T[t + 2 + k] = True
         one.last_TD[t + 1 + k] = certain[k]  # read as a teacher alone: row t and those before it see no later state
         value, count = head.loss(one).metrics["hit"]

@@ -27,9 +27,11 @@ from heads.attention import Documents
 from heads.base import Batch
 from heads.eagle3 import Eagle3
 from heads.mtp import MTP as MultiTokenPrediction
+from heads.peagle import PEagle
 
 EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
 MTP = {"_target_": "heads.mtp.MTP"}
+PEAGLE = {"_target_": "heads.peagle.PEagle", "taps": [0, 1, 2], "mask_token_id": 5}
 TOGETHER = {
     "eagle3": EAGLE3,
     "eagle3.1_reduced_two_taps": EAGLE3 | {"taps": [1, 2], "fc_norm": True, "norm_output": True, "draft_vocab_size": 200},
@@ -39,6 +41,11 @@ TOGETHER = {
     "eagle3_no_taps": EAGLE3 | {"taps": []},
     "mtp": MTP,
     "mtp_without_norms": MTP | {"norms": False},
+    "eagle": {"_target_": "heads.eagle.Eagle"},
+    "peagle": PEAGLE,
+    "peagle_reduced_two_taps": PEAGLE | {"taps": [1, 2], "num_layers": 2, "fc_norm": True, "draft_vocab_size": 200},
+    "peagle_one_tap_one_layer": PEAGLE
+    | {"taps": [2], "num_layers": 1, "norm_before_fc": True, "norm_before_residual": True, "train_lm_head": True},
 }
 ALONE = {
     "eagle3_reduced": EAGLE3 | {"draft_vocab_size": 200},
@@ -174,7 +181,7 @@ def test_every_head_conf_has_a_case():
 
 
 def test_every_switch_is_on_in_one_case_and_off_in_another():
-    for cls in (Eagle3, MultiTokenPrediction):
+    for cls in (Eagle3, MultiTokenPrediction, PEagle):
         cases = [c for c in TOGETHER.values() if c["_target_"].endswith(f".{cls.__name__}")]
         switches = {k: p.default for k, p in inspect.signature(cls.__init__).parameters.items() if isinstance(p.default, bool)}
         assert switches
