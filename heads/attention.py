@@ -6,6 +6,7 @@ G = N / M, H head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 
 @dataclass
 class Rows:
-    """One span of rows in each of some documents. spans: (start of the document, first row, row after the last), places in the pack."""
+    """Rows of some documents, ascending. spans: (start of the document, first row, row after the last), places in the pack;
+    counts: how many rows of each span are among these: all, unless some were left out."""
 
     spans: list[tuple[int, int, int]]
+    counts: list[int]
     index_R: Tensor  # their places in the pack
     positions_R: Tensor  # in their documents
     total: int  # T
@@ -30,6 +33,13 @@ class Rows:
         place_T1 = torch.full((self.total + 1,), -1, device=index.device)
         place_T1[self.index_R] = torch.arange(len(self.index_R), device=index.device)
         return place_T1[index]
+
+    def parts(self) -> Iterator[tuple[slice, tuple[int, int, int]]]:
+        """Per span: where its rows lie among these, and the span."""
+        done = 0
+        for span, count in zip(self.spans, self.counts, strict=True):
+            yield slice(done, done + count), span
+            done += count
 
 
 class Documents:
@@ -62,10 +72,21 @@ class Documents:
         bounds = zip(self._starts, first_S.tolist(), last_S.tolist(), strict=True)
         self.needed = self._rows([(start, first, last + 1) for start, first, last in bounds if last >= 0])
 
-    def _rows(self, spans: list[tuple[int, int, int]]) -> Rows:
-        parts = [torch.arange(first, end) for _, first, end in spans]
+    def keep(self, keep_T: Tensor) -> None:
+        """Of the needed rows those alone where keep_T [T] bool, on the CPU, is set, wherever they lie."""
+        spans, parts = [], []
+        for start, first, end in self.needed.spans:
+            part = keep_T[first:end].nonzero().squeeze(1) + first
+            if len(part):
+                spans.append((start, int(part[0]), int(part[-1]) + 1))
+                parts.append(part)
+        self.needed = self._rows(spans, parts)
+
+    def _rows(self, spans: list[tuple[int, int, int]], parts: list[Tensor] | None = None) -> Rows:
+        """parts: the rows of each span, all where not given."""
+        parts = [torch.arange(first, end) for _, first, end in spans] if parts is None else parts
         index_R = (torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)).to(self._device)
-        return Rows(spans, index_R, self.positions_T[index_R], len(self._document_T))
+        return Rows(spans, [len(part) for part in parts], index_R, self.positions_T[index_R], len(self._document_T))
 
 
 @dataclass
@@ -75,6 +96,11 @@ class KeyValues:
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
+    def keep(self, index: Tensor) -> None:
+        """Of the diagonals' rows those alone at `index`."""
+        for kept in (self.keys, self.values):
+            kept[1:] = [x[index] for x in kept[1:]]
+
 
 def causal_diagonal_dense(q: Tensor, keys: list[Tensor], values: list[Tensor], rows: Rows, scale: float) -> Tensor:
     """The definition, with the whole score matrix of each document: the query of row t at depth k sees the depth-0 keys of rows
@@ -82,12 +108,11 @@ def causal_diagonal_dense(q: Tensor, keys: list[Tensor], values: list[Tensor], r
 
     q [R, N, H] at `rows`; keys, values: the causal part [T, M, H], then [R, M, H] each. Returns [R, N, H].
     """
-    group, out, done = q.shape[1] // keys[0].shape[1], [], 0
-    for start, first, end in rows.spans:
-        here, done = slice(done, done + end - first), done + end - first
+    group, out = q.shape[1] // keys[0].shape[1], []
+    for here, (start, _, end) in rows.parts():
         part = [[xs[0][start:end], *(x[here] for x in xs[1:])] for xs in (keys, values)]
         wide_k, wide_v = ([x.repeat_interleave(group, 1) for x in xs] for xs in part)
-        future = torch.ones(end - first, end - start, dtype=torch.bool, device=q.device).triu(first - start + 1)
+        future = torch.arange(end - start, device=q.device) > rows.positions_R[here][:, None]
         scores = (torch.einsum("qnh,snh->nqs", q[here], wide_k[0]) * scale).masked_fill(future, float("-inf"))
         columns = [scores] + [((q[here] * k).sum(-1) * scale).T[..., None] for k in wide_k[1:]]
         p = torch.cat(columns, -1).softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
@@ -144,12 +169,17 @@ def _split(x: Tensor, k0: Tensor) -> Tensor:
     return x.unflatten(1, (k0.shape[1], -1)).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _parts(rows: Rows):
-    """Per document: its rows among the queries, and (keys, whether causal) of the parts of depth 0 that they see."""
-    done = 0
-    for start, first, end in rows.spans:
-        here, done = slice(done, done + end - first), done + end - first
-        yield here, [(slice(first, end), True)] + ([(slice(start, first), False)] if first > start else [])
+def _parts(rows: Rows, dtype: torch.dtype):
+    """Per document: its rows among the queries, and the parts of depth 0 that they see: (keys, whether causal, mask or None).
+
+    Flash attention knows the causal mask of a whole span of rows; where some were left out, the mask is spelt out for the span, and
+    for nothing before it."""
+    for here, (start, first, end) in rows.parts():
+        inner: tuple[slice, bool, Tensor | None] = (slice(first, end), True, None)
+        if here.stop - here.start < end - first:
+            future = torch.arange(first - start, end - start, device=rows.positions_R.device) > rows.positions_R[here][:, None]
+            inner = (slice(first, end), False, torch.zeros(future.shape, dtype=dtype).masked_fill_(future, float("-inf"))[None, None])
+        yield here, [inner] + ([(slice(start, first), False, None)] if first > start else [])
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
@@ -162,13 +192,13 @@ def _flash(q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple
     group = q.shape[1] // k0.shape[1]
     out = _split(q, k0).new_empty(len(q), k0.shape[1], group, q.shape[2])
     lse = out.new_empty(out.shape[:3])
-    for here, parts in _parts(rows):
+    for here, parts in _parts(rows, q.dtype):
         queries = q[here].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         found = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries, _grouped(k0[keys], group), _grouped(v0[keys], group), 0.0, causal, scale=scale
+                queries, _grouped(k0[keys], group), _grouped(v0[keys], group), 0.0, causal, attn_mask=mask, scale=scale
             )
-            for keys, causal in parts
+            for keys, causal, mask in parts
         ]
         mixed, merged = found[0]
         if len(found) == 2:
@@ -183,11 +213,12 @@ def _flash_backward(grad, q, k0, v0, out, lse, rows: Rows, scale: float) -> tupl
     group = q.shape[1] // k0.shape[1]
     dq = _split(q, k0).new_zeros(len(q), k0.shape[1], group, q.shape[2])
     dk, dv = torch.zeros_like(k0), torch.zeros_like(v0)
-    for here, parts in _parts(rows):
+    for here, parts in _parts(rows, q.dtype):
         g, queries, o = (x[here].unflatten(1, (-1, group)).permute(1, 2, 0, 3) for x in (grad, q, out))
-        for keys, causal in parts:
+        for keys, causal, mask in parts:
+            k, v, total = _grouped(k0[keys], group), _grouped(v0[keys], group), lse[here].permute(1, 2, 0)
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, queries, _grouped(k0[keys], group), _grouped(v0[keys], group), o, lse[here].permute(1, 2, 0), 0.0, causal, scale=scale
+                g, queries, k, v, o, total, 0.0, causal, attn_mask=mask, scale=scale
             )
             dq[here] += found[0].permute(2, 0, 1, 3)
             dk[keys], dv[keys] = (x.sum(1).transpose(0, 1) for x in found[1:])
