@@ -89,7 +89,7 @@ class LanguageModel(DraftHead):
         return [KeyValues() for _ in self.layers]
 
     def run(self, tokens: Tensor, docs: Documents, caches: list[KeyValues]) -> Tensor:
-        """One depth over tokens [T] at depth 0 (empty caches), then [R] at the needed rows of `docs`. Returns the lm_head's input [R, D]."""
+        """One depth over tokens [T] at depth 0 (empty caches), then [R] at the needed rows of `docs`. Returns lm_head's input [R, D]."""
         h = self.embed_tokens(tokens)
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
             h = layer(h, docs, cache, last=i == len(self.layers))

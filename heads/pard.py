@@ -1,5 +1,5 @@
-"""PARD (arXiv 2504.18583; vLLM method `draft_model` with `parallel_drafting`): a small Llama that drafts k tokens in one pass, the last real
-token predicting the first of them and k - 1 mask tokens behind it the others.
+"""PARD (arXiv 2504.18583; vLLM method `draft_model` with `parallel_drafting`): a small Llama that drafts k tokens in one pass; the last
+real token predicts the first of them, and k - 1 mask tokens behind it the others.
 
 Trained on K groups over one text: group 0 is the text, and group i has a mask token at every position t >= i, standing for the i-th token
 after the last known one, x_{t-i}, and predicting x_{t+1}. Query (i, t) sees (0, s) for s <= t - i and (i - d, t - d) for d = 0 .. i. By the
@@ -25,8 +25,8 @@ from heads.losses import Labels
 
 class Pard(LanguageModel):
     """depths: K trained groups, of equal weight; more can be drafted. mask_token_id: an id that the text never holds, whose embedding
-    row becomes the mask's. keep_ratio, keep_least: in training, group i holds the share max(keep_ratio^i, keep_least) of the
-    anchors (1: all). num_layers, hidden_size, num_heads, num_kv_heads, intermediate_size: the model's own, heads of hidden_size /
+    row becomes the mask's. keep, keep_min: in training, group i holds the share max(keep^i, keep_min) of the anchors
+    (1: all). num_layers, hidden_size, num_heads, num_kv_heads, intermediate_size: the model's own, heads of hidden_size /
     num_heads. tie_embeddings: the lm_head is the embedding. loss: see heads.objectives. loss_chunk: label positions per chunk."""
 
     def __init__(
@@ -35,8 +35,8 @@ class Pard(LanguageModel):
         target: TargetSpec,
         mask_token_id: int,
         depths: int = 8,
-        keep_ratio: float = 0.7,
-        keep_least: float = 0.2,
+        keep: float = 0.7,
+        keep_min: float = 0.2,
         num_layers: int = 4,
         hidden_size: int = 512,
         num_heads: int = 8,
@@ -60,11 +60,11 @@ class Pard(LanguageModel):
         )
         if not 0 <= mask_token_id < target.vocab_size:
             raise ValueError(f"head.mask_token_id must be a row of the embedding, 0..{target.vocab_size - 1}, not {mask_token_id}")
-        for key, value in (("keep_ratio", keep_ratio), ("keep_least", keep_least)):
+        for key, value in (("keep", keep), ("keep_min", keep_min)):
             if not 0 < value <= 1:
                 raise ValueError(f"head.{key} must be in (0, 1], not {value}")
         self.mask_token_id = mask_token_id
-        self.shares = [max(keep_ratio**k, keep_least) for k in range(depths)]
+        self.shares = [max(keep**k, keep_min) for k in range(depths)]
 
     def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
         """In evaluation mode every group has all rows; in training each has those alone that it or a deeper one has labels at."""

@@ -53,7 +53,7 @@ def store_manifest(taps: tuple[int, ...], hidden_size: int) -> dict[str, Any]:
 
 
 def head_confs(small: bool = True) -> dict[str, dict[str, Any]]:
-    """Every head of conf/head/, with taps, draft vocabulary and mask token brought to the size of SPEC; `small`: sizes of its own too."""
+    """Every head of conf/head/, with taps, mask token and draft vocabulary brought to the size of SPEC; `small`: sizes of its own too."""
     confs = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "head").glob("*.yaml"))}
     for conf in confs.values():
         if conf.get("taps"):
@@ -61,7 +61,7 @@ def head_confs(small: bool = True) -> dict[str, dict[str, Any]]:
         if "draft_vocab_size" in conf:
             conf["draft_vocab_size"] = 40
         if "mask_token_id" in conf:
-            conf["mask_token_id"] = SPEC.vocab_size - 1
+            conf["mask_token_id"] = 7
         if small and "hidden_size" in conf:
             conf |= {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48}
     return confs

@@ -42,7 +42,7 @@ def run(case: dict) -> dict:
 
     def recorded_logits(*args, **kwargs):
         out = compute_logits(*args, **kwargs)
-        logits.append(out[0].clone())
+        logits.append(out.clone())  # one row a call, or all rows of a pass that drafts in parallel
         return out
 
     def recorded_propose(self, scheduler_output, sampled, *args, **kwargs):
@@ -50,7 +50,7 @@ def run(case: dict) -> dict:
         drafts = propose(self, scheduler_output, sampled, *args, **kwargs)
         new = int(((sampled[0] >= 0) & (sampled[0] < self.input_batch.vocab_size)).sum())
         committed = int(self.input_batch.num_tokens_no_spec[0]) + new
-        passes.append({"committed": committed, "drafts": drafts[0].tolist(), "logits": torch.stack(logits[:K])})
+        passes.append({"committed": committed, "drafts": drafts[0].tolist(), "logits": torch.cat(logits)[:K]})
         for i, token in enumerate(truth[committed - length :][: len(passes) % (K + 1)]):
             drafts[0, i] = token
         return drafts
