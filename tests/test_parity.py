@@ -35,6 +35,7 @@ EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
 MTP = {"_target_": "heads.mtp.MTP"}
 SMALL = {"num_layers": 2, "hidden_size": 96, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 80}
 WIDE = SMALL | {"num_layers": 1, "num_kv_heads": 3, "tie_embeddings": False}  # three times the target's keys and values
+ODD = SMALL | {"hidden_size": 160, "num_heads": 2}  # two and a half times: pages of the cache that no block size makes equal
 DRAFT_LM = {"_target_": "heads.draft_lm.DraftLM"}
 PARD = {"_target_": "heads.pard.Pard", "mask_token_id": 5}
 TOGETHER = {
@@ -47,6 +48,7 @@ TOGETHER = {
     "mtp": MTP,
     "mtp_without_norms": MTP | {"norms": False},
     "draft_lm": DRAFT_LM | SMALL,
+    "draft_lm_odd": DRAFT_LM | ODD,
     "draft_lm_untied": DRAFT_LM | WIDE,
     "pard": PARD | SMALL,
     "pard_untied": PARD | WIDE,
