@@ -173,7 +173,8 @@ def capture(  # noqa: PLR0913
     shard_tokens: int = 65536,
 ) -> dict[str, Any]:
     """Runs each response record (prompt + response) through the target once and stores its states: the residual streams after
-    `taps` layers, and with `last` the state after the final norm. Resumes: sequences in the store are not run again.
+    `taps` layers, and with `last` the state after the final norm; where neither is asked for, its tokens alone. Resumes: sequences in
+    the store are not run again.
 
     manifest: the identity of the capture, for StoreWriter. Sequences over max_length are cut, those without a response token
     left are left out; both are counted. UserError: over cap_gb or the free disk, another capture or other answers in the folder.
@@ -205,6 +206,8 @@ def capture(  # noqa: PLR0913
     if len(todo) < len(kept):
         print(f"capture: goes on with {len(todo)} sequences, {left} tokens", flush=True)
     layer_ids = sorted({*taps, *([target.num_layers] if last != "none" else [])})
+    if not layer_ids:
+        return {**counts, "tokens": tokens, **_store_tokens(writer, todo)}
     longest = max(len(s["token_ids"]) for s in todo) + 1  # the engine generates one token, which nobody reads
     seqs = min(in_flight, len(todo))
     llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, max_model_len=longest, seqs=seqs, compiled=False)
@@ -214,6 +217,14 @@ def capture(  # noqa: PLR0913
     cache = cache_plan(target, llm, tokens=running, layers=target.num_layers, hidden_states=len(layer_ids))
     ran = run_child({"task": "capture", "llm": llm, "states": True, "connector": plan, **cache}, todo, "capture", left, "tokens")
     return {**counts, "tokens": tokens, "seconds": ran["seconds"], "tokens_per_second": left / ran["seconds"]}
+
+
+def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> dict[str, float]:
+    """The whole capture where no state is asked for: no engine starts."""
+    with writer:
+        for s in sequences:
+            writer.add(s["id"], torch.tensor(s["token_ids"]), torch.arange(len(s["token_ids"])) >= s["prompt_tokens"])
+    return {"seconds": 0.0, "tokens_per_second": 0.0}
 
 
 def generate(  # noqa: PLR0913

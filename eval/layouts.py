@@ -1,6 +1,6 @@
 """What vLLM's (0.32) draft classes read: the config keys that must not be left to a default, and every tensor with its shape.
 
-One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle}.py.
+One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle,llama}.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LLAMA_KEYS = (
     "hidden_act max_position_embeddings attention_bias mlp_bias tie_word_embeddings dtype"
 ).split()
 EAGLE3_KEYS = "draft_vocab_size target_hidden_size norm_before_residual norm_before_fc fc_norm norm_output".split()
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # the engine takes the first that is there
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
-MASK_KEY = "ptd_token_id"  # the token of the rows behind the accepted prefix, where a draft is made in one pass
 
 
 def check_config(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
@@ -31,7 +31,9 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
     faults += [f"config key {key} is null" for key, value in config.items() if value is None and key not in keys]
     if "rope_theta" not in config and "rope_theta" not in (config.get("rope_parameters") or {}):
         faults.append("config sets no rope_theta: the engine would take 10000")
-    same: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    same: dict[str, Any] = {"vocab_size": target.vocab_size}
+    if serving["method"] != "draft_model":  # all others read the target's states
+        same |= {"hidden_size": target.hidden_size}
     same |= {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # all that these layouts know
     if serving["method"] == "mtp":  # the engine sizes the module by the target's config, whatever this one says
         same |= {
@@ -45,7 +47,8 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
         if serving.get("target_hf_overrides") != {"num_nextn_predict_layers": 1}:
             faults.append('serving must carry target_hf_overrides {"num_nextn_predict_layers": 1}: without it the engine does not start')
     faults += [f"{key} is {config[key]}, it must be {value}" for key, value in same.items() if config.get(key) not in (None, value)]
-    return faults + (_check_taps(config, target) + _check_parallel(config, serving) if eagle3 else [])
+    faults += _check_parallel(config, serving, target.vocab_size - 1)
+    return faults + (_check_taps(config, target) if eagle3 else [])
 
 
 def _check_taps(config: dict[str, Any], target: TargetSpec) -> list[str]:
@@ -68,14 +71,12 @@ def _check_taps(config: dict[str, Any], target: TargetSpec) -> list[str]:
     return faults
 
 
-def _check_parallel(config: dict[str, Any], serving: dict[str, Any]) -> list[str]:
-    """A head trained to draft in one pass, and the switch that makes the engine do so, go together."""
-    token, parallel = config.get(MASK_KEY), bool(serving.get("parallel_drafting"))
-    if parallel != (token is not None):
-        return [f"serving has parallel_drafting {parallel} and the config {MASK_KEY} {token}: one without the other drafts badly, or not"]
-    if token is not None and not 0 <= token < config["vocab_size"]:
-        return [f"{MASK_KEY} {token} is no token of the target, whose ids are 0..{config['vocab_size'] - 1}"]
-    return []
+def _check_parallel(config: dict[str, Any], serving: dict[str, Any], last: int) -> list[str]:
+    """A model trained to draft in one pass, and the switch that makes the engine do so, go together. last: the last token."""
+    found, parallel = [key for key in MASK_KEYS if config.get(key) is not None], bool(serving.get("parallel_drafting"))
+    if len(found) != parallel:
+        return [f"serving has parallel_drafting {parallel} and the config {' and '.join(found) or 'no mask token'}: it needs one or none"]
+    return [f"{key} is {config[key]}, no row of the embedding, 0..{last}" for key in found if not 0 <= config[key] <= last]
 
 
 def _block(config: dict[str, Any], prefix: str, qkv_in: int) -> Shapes:
@@ -107,7 +108,7 @@ def eagle3(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
             shapes["input_norm.weight"] = (taps * tap,)
         if config["fc_norm"]:
             shapes |= {f"fc_norm.{i}.weight": (tap,) for i in range(taps)}
-        if MASK_KEY in config:
+        if any(key in config for key in MASK_KEYS):
             shapes["mask_hidden"] = (taps * tap,)
     if draft_vocab != vocab:
         shapes["d2t"] = (draft_vocab,)
@@ -135,8 +136,18 @@ def eagle(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
     return shapes, set()
 
 
+def llama(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """A language model of its own: nothing is the target's. A tied lm_head is the embedding and has no tensor."""
+    size, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, size), "model.norm.weight": (size,)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= _block(config, f"model.layers.{i}.", size)
+    return shapes | ({} if config["tie_word_embeddings"] else {"lm_head.weight": (vocab, size)}), set()
+
+
 LAYOUTS: dict[tuple[str, str], Layout] = {
     ("eagle3", "LlamaForCausalLMEagle3"): eagle3,
     ("mtp", "MiMoForCausalLM"): mimo_mtp,
     ("eagle", "LlamaForCausalLM"): eagle,
+    ("draft_model", "LlamaForCausalLM"): llama,
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.objectives import mixture
+from heads.objectives import Row, mixture, reads_target
 
 SLICE = 32  # rows of an element-wise pass on a CPU: what it touches stays in cache
 
@@ -35,11 +35,11 @@ def _wide(x: Tensor) -> Tensor:
 class _Scratch:
     """What one call of the loss needs for a chunk, allocated once: fresh memory of this size costs as much as a pass over it."""
 
-    def __init__(self, rows: int, head_UD: Tensor) -> None:
+    def __init__(self, rows: int, head_UD: Tensor, with_teacher: bool) -> None:
         size, wide = len(head_UD), torch.promote_types(head_UD.dtype, torch.float32)
         self.step = min(rows, SLICE) if head_UD.device.type == "cpu" else rows
         self.logits_LU = head_UD.new_empty(rows, size)
-        self.p_LU = head_UD.new_empty(rows, size, dtype=wide)
+        self.p_LU = head_UD.new_empty(rows if with_teacher else 0, size, dtype=wide)
         self._slice_LU = head_UD.new_empty(self.step, size, dtype=wide)
 
     def teacher(self, last_LD: Tensor, teacher_UD: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,19 @@ class _Scratch:
             negentropy_L[part] = self._dot(p, z) - _logsumexp(z, p)
         return self.p_LU[: len(last_LD)], negentropy_L
 
-    def row_losses(self, x_LD: Tensor, head_UD: Tensor, p_LU: Tensor, negentropy_L: Tensor, y_L: Tensor, loss: Mapping[str, float]):
+    def text_losses(self, x_LD: Tensor, head_UD: Tensor, y_L: Tensor, weight: float) -> Row:
+        """row_losses of cross-entropy to the text alone, which needs no target: in as few passes as it takes."""
+        logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
+        loss_L = self.p_LU.new_empty(len(x_LD))
+        for part in self._parts(len(x_LD)):
+            z, y_L1 = _wide(logits_LU[part]), y_L[part].clamp(min=0)[:, None]
+            there_L = weight * (y_L[part] >= 0).to(z.dtype)
+            q = torch.softmax(z, -1, out=self._slice_LU[: len(z)])
+            loss_L[part] = there_L * (_logsumexp(z, q) - z.gather(1, y_L1).squeeze(1))
+            logits_LU[part] = q.scatter_add_(1, y_L1, torch.full_like(y_L1, -1, dtype=q.dtype)).mul_(there_L[:, None])
+        return loss_L, logits_LU
+
+    def row_losses(self, x_LD: Tensor, head_UD: Tensor, p_LU: Tensor, negentropy_L: Tensor, y_L: Tensor, loss: Mapping[str, float]) -> Row:
         """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for p, y and loss."""
         logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
         loss_L = p_LU.new_empty(len(x_LD))
@@ -89,16 +101,19 @@ class _FusedLoss(torch.autograd.Function):
         loss_K = torch.zeros(len(x_KRD), dtype=torch.float32, device=head_UD.device)
         head_grad = torch.zeros_like(head_UD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grads = [torch.zeros_like(x) if needed else None for x, needed in zip(x_KRD, ctx.needs_input_grad[7:], strict=True)]
-        scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD)
+        scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD, with_teacher=last_TD is not None)
         for i in range(0, len(labels.position_L), chunk):
             here = slice(i, i + chunk)
-            p, negentropy = scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
+            teacher = None if last_TD is None else scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
             for k, x_RD in enumerate(x_KRD):
                 valid = labels.row_KL[k, here] >= 0
                 full, rows = bool(valid.all()), labels.row_KL[k, here][valid]
                 x_LD, grad, y_L = x_RD[rows], grads[k], labels.token_L[here][valid]
-                given = (p, negentropy) if full else (p[valid], negentropy[valid])
-                loss_L, dlogits = scratch.row_losses(x_LD, head_UD, *given, y_L, loss)
+                if teacher is None:
+                    loss_L, dlogits = scratch.text_losses(x_LD, head_UD, y_L, loss["ce"])
+                else:
+                    p, negentropy = teacher if full else (given[valid] for given in teacher)
+                    loss_L, dlogits = scratch.row_losses(x_LD, head_UD, p, negentropy, y_L, loss)
                 scale = weight_K[k].to(loss_L.dtype)
                 if labels.weight_KL is not None:
                     scale = scale * labels.weight_KL[k, here][valid]
@@ -135,7 +150,7 @@ def fused_loss(  # noqa: PLR0913
     x_KRD: list[Tensor],
     head_UD: Tensor,
     teacher_UD: Tensor,
-    last_TD: Tensor,
+    last_TD: Tensor | None,
     labels: Labels,
     weight_K: Tensor,
     loss: Mapping[str, float],
@@ -144,25 +159,37 @@ def fused_loss(  # noqa: PLR0913
     """The mixture `loss` of heads.objectives, summed over rows; target and head both over the draft vocabulary.
 
     x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
-    teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states.
-    The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns the sum over depths of weight_K times the
-    sums, which carries the gradient, and the sums, float32 [K], which do not.
+    teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states;
+    None where the loss does not read the target. The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns
+    the sum over depths of weight_K times the sums, which carries the gradient, and the sums, float32 [K], which do not.
     """
+    assert last_TD is not None or not reads_target(loss)
     return _FusedLoss.apply(head_UD, teacher_UD, last_TD, labels, weight_K, loss, chunk, *x_KRD)
 
 
 @torch.no_grad()
-def hits(x_KRD: list[Tensor], head_UD: Tensor, draft_ids_U: Tensor | None, lm_head_VD: Tensor, last_TD: Tensor, labels: Labels, chunk: int):
-    """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool.
+def hits(  # noqa: PLR0913
+    x_KRD: list[Tensor],
+    head_UD: Tensor,
+    draft_ids_U: Tensor | None,
+    lm_head_VD: Tensor,
+    last_TD: Tensor | None,
+    labels: Labels,
+    chunk: int,
+) -> Tensor:
+    """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool. Without the target's states
+    (last_TD None): whether it is the text's own token.
 
     A token that the draft vocabulary lacks can never be hit, as in the engine.
     """
-    hit_KR = torch.zeros(len(x_KRD), len(x_KRD[0]), dtype=torch.bool, device=last_TD.device)
+    hit_KR = torch.zeros(len(x_KRD), len(x_KRD[0]), dtype=torch.bool, device=head_UD.device)
     for i in range(0, len(labels.position_L), chunk):
-        best_L = (last_TD[labels.position_L[i : i + chunk]] @ lm_head_VD.T).argmax(-1)
+        here = slice(i, i + chunk)
+        best_L = labels.token_L[here] if last_TD is None else (last_TD[labels.position_L[here]] @ lm_head_VD.T).argmax(-1)
+        ids_U = None if last_TD is None else draft_ids_U  # labels are indices into the draft vocabulary already
         for k, x_RD in enumerate(x_KRD):
             rows = labels.row_KL[k, i : i + chunk]
             valid = rows >= 0
             choice = (x_RD[rows[valid]] @ head_UD.T).argmax(-1)
-            hit_KR[k, rows[valid]] = (choice if draft_ids_U is None else draft_ids_U[choice]) == best_L[valid]
+            hit_KR[k, rows[valid]] = (choice if ids_U is None else ids_U[choice]) == best_L[valid]
     return hit_KR

@@ -106,6 +106,11 @@ def parse(loss: str) -> dict[str, float]:
     return found
 
 
+def reads_target(loss: Mapping[str, float]) -> bool:
+    """Whether a checked mixture asks for the target's distribution; cross-entropy to the text alone does not."""
+    return loss.keys() != {"ce"}
+
+
 def mixture(loss: Mapping[str, float], p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
     """Loss [L] and gradient [L, U] of a checked mixture."""
     parts = [(weight, *OBJECTIVES[name](p, q, log_q, y)) for name, weight in loss.items()]

@@ -52,8 +52,8 @@ def store_manifest(taps: tuple[int, ...], hidden_size: int) -> dict[str, Any]:
     }
 
 
-def head_confs() -> dict[str, dict[str, Any]]:
-    """Every head of conf/head/, with taps, mask token and draft vocabulary brought to the size of SPEC."""
+def head_confs(small: bool = True) -> dict[str, dict[str, Any]]:
+    """Every head of conf/head/, with taps, mask token and draft vocabulary brought to the size of SPEC; `small`: sizes of its own too."""
     confs = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "head").glob("*.yaml"))}
     for conf in confs.values():
         if conf.get("taps"):
@@ -62,6 +62,8 @@ def head_confs() -> dict[str, dict[str, Any]]:
             conf["draft_vocab_size"] = 40
         if "mask_token_id" in conf:
             conf["mask_token_id"] = 7
+        if small and "hidden_size" in conf:
+            conf |= {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48}
     return confs
 
 
@@ -73,20 +75,21 @@ def ready(conf: dict[str, Any], dtype: torch.dtype = torch.float64) -> DraftHead
     frozen = Frozen(embed, lm_head)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 1.0)
-    if head.get_buffer("draft_ids_U") is not None:
+    if head.draft_vocab_size is not None:
         head.set_draft_vocab(torch.arange(0, 80, 2))
     head.attach(frozen)
     return head
 
 
 def batch_of(head: DraftHead, lengths: tuple[int, ...] = (9, 14, 6), dtype: torch.dtype = torch.float64, seed: int = 1) -> Batch:
-    """Random documents: the first third of each is a prompt, the rest is supervised."""
+    """Random documents: the first third of each is a prompt, the rest is supervised. No states that the head does not ask for."""
     torch.manual_seed(seed)
     total, size = sum(lengths), SPEC.hidden_size
     mask = torch.cat([torch.arange(n) >= n // 3 for n in lengths])
     taps = torch.randn(total, len(head.taps), size, dtype=dtype) if head.taps else None
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return Batch(torch.randint(0, SPEC.vocab_size, (total,)), mask, offsets, taps, torch.randn(total, size, dtype=dtype))
+    tokens, last = torch.randint(0, SPEC.vocab_size, (total,)), torch.randn(total, size, dtype=dtype)
+    return Batch(tokens, mask, offsets, taps, None if head.needs_last == "none" else last)
 
 
 def document(batch: Batch, i: int) -> Batch:

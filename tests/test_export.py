@@ -182,9 +182,9 @@ FAULTS: dict[str, tuple[dict[str, Any], Edit, str]] = {
     ),
     "mask state lost": (PARALLEL, drop("mask_hidden"), "missing tensor mask_hidden"),
     "mask state of fewer taps": (PARALLEL, put("mask_hidden", lambda t: torch.zeros(128)), r"mask_hidden has shape \[128\]"),
-    "mask token lost": (PARALLEL, unset("ptd_token_id"), "parallel_drafting True and the config ptd_token_id None"),
-    "mask token that has no row": (PARALLEL, setting(ptd_token_id=512), "ptd_token_id 512 is no token"),
-    "mask token where none belongs": (EAGLE3, setting(ptd_token_id=5), "parallel_drafting False"),
+    "mask token lost": (PARALLEL, unset("ptd_token_id"), "parallel_drafting True and the config no mask token"),
+    "mask token that has no row": (PARALLEL, setting(ptd_token_id=512), "ptd_token_id is 512, no row of the embedding"),
+    "mask token where none belongs": (EAGLE3, setting(ptd_token_id=5), "parallel_drafting False and the config ptd_token_id"),
     "unknown architecture": (MTP, setting(architectures=["FooForCausalLM"]), "FooForCausalLM .* knows LlamaForCausalLMEagle3"),
 }
 

@@ -25,13 +25,21 @@ from eval.export import export_head
 from heads import build
 from heads.attention import Documents
 from heads.base import Batch
+from heads.draft_lm import DraftLM
 from heads.eagle3 import Eagle3
+from heads.lm import LanguageModel
 from heads.mtp import MTP as MultiTokenPrediction
+from heads.pard import Pard
 from heads.peagle import PEagle
 
 EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
 MTP = {"_target_": "heads.mtp.MTP"}
 PEAGLE = {"_target_": "heads.peagle.PEagle", "taps": [0, 1, 2], "mask_token_id": 5}
+SMALL = {"num_layers": 2, "hidden_size": 96, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 80}
+WIDE = SMALL | {"num_layers": 1, "num_kv_heads": 3, "tie_embeddings": False}  # three times the target's keys and values
+ODD = SMALL | {"hidden_size": 160, "num_heads": 2}  # two and a half times: pages of the cache that no block size makes equal
+DRAFT_LM = {"_target_": "heads.draft_lm.DraftLM"}
+PARD = {"_target_": "heads.pard.Pard", "mask_token_id": 5}
 TOGETHER = {
     "eagle3": EAGLE3,
     "eagle3.1_reduced_two_taps": EAGLE3 | {"taps": [1, 2], "fc_norm": True, "norm_output": True, "draft_vocab_size": 200},
@@ -46,6 +54,11 @@ TOGETHER = {
     "peagle_reduced_two_taps": PEAGLE | {"taps": [1, 2], "num_layers": 2, "fc_norm": True, "draft_vocab_size": 200},
     "peagle_one_tap_one_layer": PEAGLE
     | {"taps": [2], "num_layers": 1, "norm_before_fc": True, "norm_before_residual": True, "train_lm_head": True},
+    "draft_lm": DRAFT_LM | SMALL,
+    "draft_lm_odd": DRAFT_LM | ODD,
+    "draft_lm_untied": DRAFT_LM | WIDE,
+    "pard": PARD | SMALL,
+    "pard_untied": PARD | WIDE,
 }
 ALONE = {
     "eagle3_reduced": EAGLE3 | {"draft_vocab_size": 200},
@@ -80,7 +93,7 @@ def random_head(conf: dict, target_dir: Path):
     torch.manual_seed(0)
     head = build(conf, spec(target_dir))
     parts = frozen(target_dir, torch.float32, "cpu")
-    if head.draft_ids_U is not None:
+    if head.draft_vocab_size is not None:
         head.set_draft_vocab(torch.randperm(spec(target_dir).vocab_size)[: len(head.draft_ids_U)].sort().values)
     for p in head.parameters():
         torch.nn.init.normal_(p, mean=0.0 if p.dim() > 1 else 1.0, std=0.15)
@@ -92,6 +105,8 @@ def random_head(conf: dict, target_dir: Path):
 def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
     """Logits [K, V] of anchor `row`, feeding the engine's own drafts; -inf outside the draft vocabulary."""
     docs = Documents(batch.offsets_S1, torch.device("cpu"))
+    if isinstance(head, LanguageModel):
+        return lm_logits(head, batch, docs, row, drafts)
     index, _ = docs.shifted(1)
     tokens, state, caches, out = batch.token_ids_T[index], head.first_state(batch), head.caches(), []
     for token in drafts:
@@ -104,6 +119,15 @@ def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
     return torch.stack(out)
 
 
+def lm_logits(head: LanguageModel, batch: Batch, docs: Documents, row: int, drafts: list[int]) -> torch.Tensor:
+    """The row of a language model that reads x_{row + 1}."""
+    tokens, caches, out = batch.token_ids_T, head.caches(), []
+    for token in drafts:
+        out.append(head.run(tokens, docs, caches)[row + 1] @ head._head_VD.T)
+        tokens = head.fed(torch.full_like(tokens, token))
+    return torch.stack(out)
+
+
 def probed(folder: Path, cases: dict):
     """(tokens, residual streams, last state, heads, what vLLM recorded). `eagle-` in a path would make EAGLE-1 of any head whose
     method is not passed."""
@@ -113,7 +137,7 @@ def probed(folder: Path, cases: dict):
     for name, conf in cases.items():
         head, parts = random_head(conf, target_dir)
         serving = head.serving(3)
-        place = folder / (name if serving["method"] == "mtp" else f"eagle-{name}")
+        place = folder / (f"eagle-{name}" if serving["method"].startswith("eagle") else name)
         out = export_head(head, parts, target_dir, place, dtype=torch.float32, head_cfg=conf, k=3, provenance={"checkpoint": "step-000001"})
         overrides = serving.pop("target_hf_overrides", None)
         jobs.append(
@@ -181,7 +205,7 @@ def test_every_head_conf_has_a_case():
 
 
 def test_every_switch_is_on_in_one_case_and_off_in_another():
-    for cls in (Eagle3, MultiTokenPrediction, PEagle):
+    for cls in (Eagle3, MultiTokenPrediction, PEagle, DraftLM, Pard):
         cases = [c for c in TOGETHER.values() if c["_target_"].endswith(f".{cls.__name__}")]
         switches = {k: p.default for k, p in inspect.signature(cls.__init__).parameters.items() if isinstance(p.default, bool)}
         assert switches

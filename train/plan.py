@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import heads
 from data.errors import UserError
@@ -102,18 +103,18 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
 
     ZeRO (Rajbhandari et al. 2020, figure 1) with float32 masters and float32 gradient sums:
       weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w.
-    Activations kept for the backward pass, per token, depth and decoder block (N query heads and G key/value heads of size H, inner
-    width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and after rotation, attention output
-    2 (N + 2 G) H + N H; gate, up and their product 3 I; per depth besides, the lm_head's input and its gradient 2 D. All times b.
+    Activations kept for the backward pass, per token, depth and decoder block (hidden size D, N query heads and G key/value heads of
+    size H, inner width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and after rotation,
+    attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; per depth besides, the lm_head's input and its gradient 2 D.
+    All times b.
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Allocator overhead and communication buffers are left out.
     """
     P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], cfg.train.micro_tokens
-    D, V, stage = spec.hidden_size, spec.vocab_size, int(cfg.zero["stage"])
+    V, stage = spec.vocab_size, int(cfg.zero["stage"])
     U = head.draft_vocab_size or V
-    blocks = sum(isinstance(module, Attention) for module in head.modules())
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    block = 10 * D + 2 * (q + 2 * kv) + q + 3 * spec.intermediate_size
+    blocks = sum(_block_activations(module.spec) for module in head.modules() if isinstance(module, Attention))
+    D = _width(head, spec)
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
@@ -121,11 +122,21 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "float32 masters": 4 * P // world,
         "Adam moments": 8 * P // world,
         "gradients": 4 * P // (world if stage >= 2 else 1),
-        "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * D) * b,
-        "activations": T * head.depths * (blocks * block + 2 * D) * b,
+        "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
+        "activations": T * head.depths * (blocks + 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
-        "hidden states of a batch": T * D * (len(head.taps) + 1) * b,
+        "hidden states of a batch": T * spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) * b,
     }
+
+
+def _block_activations(spec: TargetSpec) -> int:
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return 10 * spec.hidden_size + 2 * (q + 2 * kv) + q + 3 * spec.intermediate_size
+
+
+def _width(head: DraftHead, spec: TargetSpec) -> int:
+    """Hidden size at the head's lm_head: the target's, unless its blocks have one of their own."""
+    return max((module.spec.hidden_size for module in head.modules() if isinstance(module, Attention)), default=spec.hidden_size)
 
 
 def _frozen_parameters(spec: TargetSpec) -> int:
@@ -136,15 +147,17 @@ def flops_per_token(head: DraftHead, spec: TargetSpec, length: int) -> float:
     """Floating-point operations of one training token, every position supervised: an upper bound for data with prompts.
 
     2 per parameter and depth forward and 4 backward, for all matrices but a trained lm_head; attention scores and values over
-    half of `length` on average; lm_head over U: teacher 2 D U once, per depth forward and input gradient 4 D U, and where it is
-    trained the recomputation and weight gradient 4 D U more.
+    half of `length` on average; lm_head over U: the teacher's 2 D U once where its states are read, per depth forward and input
+    gradient 4 D U, and where it is trained the recomputation and weight gradient 4 D U more. An embedding of its own costs nothing to
+    look up; it can be the lm_head too.
     """
-    D, U = spec.hidden_size, head.draft_vocab_size or spec.vocab_size
-    parameters = {name: p.numel() for name, p in head.named_parameters() if p.dim() > 1}
-    trained_head = parameters.pop("lm_head.weight", 0)
-    blocks = sum(isinstance(module, Attention) for module in head.modules())
-    attention = 12 * blocks * spec.num_heads * spec.head_dim * (length / 2)
-    return 2 * D * U + head.depths * (6 * sum(parameters.values()) + attention + (8 if trained_head else 4) * D * U)
+    D, U = _width(head, spec), head.draft_vocab_size or spec.vocab_size
+    tables = {id(module.weight) for module in head.modules() if isinstance(module, nn.Embedding)}
+    matrices = {name: p.numel() for name, p in head.named_parameters() if p.dim() > 1 and id(p) not in tables}
+    trained_head = matrices.pop("lm_head.weight", 0) or len(tables)
+    attention = sum(12 * m.spec.num_heads * m.spec.head_dim * (length / 2) for m in head.modules() if isinstance(m, Attention))
+    teacher = 2 * spec.hidden_size * U if head.needs_last != "none" else 0
+    return teacher + head.depths * (6 * sum(matrices.values()) + attention + (8 if trained_head else 4) * D * U)
 
 
 def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
