@@ -134,7 +134,7 @@ def test_gradient_is_that_of_the_loss(head):
     directions = [torch.randn_like(p) for p in head.parameters()]
     mean_loss(head, batch).backward()
     analytic = sum((p.grad * d).sum() for p, d in zip(head.parameters(), directions, strict=True))
-    values, h = [], 1e-4
+    values, h = [], 3e-4  # the value is float32: smaller ones drown in its rounding
     for sign in (1, -1):
         with torch.no_grad():
             for p, d in zip(head.parameters(), directions, strict=True):
@@ -148,9 +148,9 @@ def test_gradient_is_that_of_the_loss(head):
 def test_training_and_drafting_agree(head):
     """Where the text is the head's own drafts, the training pass must predict exactly what `propose` proposed."""
     batch = batch_of(head, (10,))
-    t = 5
-    for k in range(3):  # write the drafts of row t into the text behind it
-        drafts, _ = head.propose(batch, 3)
+    t = 4
+    for k in range(head.depths):  # write the drafts of row t into the text behind it
+        drafts, _ = head.propose(batch, head.depths)
         batch.token_ids_T[t + 2 + k] = drafts[t, k]
     head.eval()
     # A teacher that is certain of the drafted token, and the only label there: depth k of row t must hit it.
