@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from heads.attention import Documents
 from heads.base import Batch, Frozen, TargetSpec
+from heads.losses import Labels
 from heads.recurrent import ChainHead
 
 
@@ -66,7 +67,9 @@ class LastStateHead(ChainHead):
         depth)."""
         raise NotImplementedError
 
-    def outputs(self, batch: Batch, docs: Documents) -> list[Tensor]:
+    def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
+        docs.need(labels.row_KL)
+        labels.row_KL = docs.needed.place(labels.row_KL)
         assert batch.last_TD is not None
         state, x_KRD = self.first_state(docs.needed.of(batch.last_TD)), []
         for k in range(self.depths):

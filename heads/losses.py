@@ -82,17 +82,14 @@ def _logsumexp(z_LU: Tensor, softmax_LU: Tensor) -> Tensor:
 
 class _FusedLoss(torch.autograd.Function):
     """Sums of row losses per depth without ever holding [T, U] for more than one chunk of one depth. The gradients are worked out
-    with the values, while a chunk's logits are there; so the depths' weights must be known before. `tensors`: the distinct lm_heads,
-    then the depths' inputs; `which_K`: the lm_head of each depth."""
+    with the values, while a chunk's logits are there; so the depths' weights must be known before."""
 
     @staticmethod
-    def forward(ctx, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, which_K: list[int], *tensors):  # type: ignore[override]
-        heads_UD, x_KRD = tensors[: max(which_K) + 1], tensors[max(which_K) + 1 :]
-        loss_K = torch.zeros(len(x_KRD), dtype=torch.float32, device=teacher_UD.device)
-        needed = ctx.needs_input_grad[7:]
-        head_grads = [torch.zeros_like(h, dtype=torch.float32) if n else None for h, n in zip(heads_UD, needed, strict=False)]
-        grads = [torch.zeros_like(x) if n else None for x, n in zip(x_KRD, needed[len(heads_UD) :], strict=True)]
-        scratch = _Scratch(min(chunk, len(labels.position_L)), heads_UD[0])
+    def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, *x_KRD):  # type: ignore[override]
+        loss_K = torch.zeros(len(x_KRD), dtype=torch.float32, device=head_UD.device)
+        head_grad = torch.zeros_like(head_UD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        grads = [torch.zeros_like(x) if needed else None for x, needed in zip(x_KRD, ctx.needs_input_grad[7:], strict=True)]
+        scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD)
         for i in range(0, len(labels.position_L), chunk):
             here = slice(i, i + chunk)
             p, negentropy = scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
@@ -100,7 +97,6 @@ class _FusedLoss(torch.autograd.Function):
                 valid = labels.row_KL[k, here] >= 0
                 full, rows = bool(valid.all()), labels.row_KL[k, here][valid]
                 x_LD, grad, y_L = x_RD[rows], grads[k], labels.token_L[here][valid]
-                head_UD, head_grad = heads_UD[which_K[k]], head_grads[which_K[k]]
                 given = (p, negentropy) if full else (p[valid], negentropy[valid])
                 loss_L, dlogits = scratch.row_losses(x_LD, head_UD, *given, y_L, loss)
                 scale = weight_K[k].to(loss_L.dtype)
@@ -114,16 +110,17 @@ class _FusedLoss(torch.autograd.Function):
                     grad[rows] = (dlogits @ head_UD).mul_(scale.to(grad.dtype))
                 if head_grad is not None:
                     _add_product(head_grad, dlogits, x_LD * scale.to(x_LD.dtype))
-        ctx.there = [grad is not None for grad in (*head_grads, *grads)]
-        ctx.save_for_backward(*(grad for grad in (*head_grads, *grads) if grad is not None))
-        ctx.dtype = heads_UD[0].dtype
+        ctx.with_head, ctx.with_x = head_grad is not None, [grad is not None for grad in grads]
+        ctx.save_for_backward(*(x for x in (head_grad, *grads) if x is not None))
+        ctx.dtype = head_UD.dtype
         ctx.mark_non_differentiable(loss_K)
         return (loss_K * weight_K).sum(), loss_K
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _):  # type: ignore[override]
         saved = [(x.float() * grad_total).to(ctx.dtype) for x in ctx.saved_tensors]
-        return None, None, None, None, None, None, None, *(saved.pop(0) if there else None for there in ctx.there)
+        head_grad = saved.pop(0) if ctx.with_head else None
+        return head_grad, None, None, None, None, None, None, *(saved.pop(0) if there else None for there in ctx.with_x)
 
 
 def _add_product(total_UD: Tensor, dlogits_LU: Tensor, x_LD: Tensor) -> None:
@@ -134,13 +131,9 @@ def _add_product(total_UD: Tensor, dlogits_LU: Tensor, x_LD: Tensor) -> None:
         total_UD += dlogits_LU.T @ x_LD
 
 
-def _per_depth(head_UD: Tensor | list[Tensor], depths: int) -> list[Tensor]:
-    return head_UD if isinstance(head_UD, list) else [head_UD] * depths
-
-
 def fused_loss(  # noqa: PLR0913
     x_KRD: list[Tensor],
-    head_UD: Tensor | list[Tensor],
+    head_UD: Tensor,
     teacher_UD: Tensor,
     last_TD: Tensor,
     labels: Labels,
@@ -150,38 +143,26 @@ def fused_loss(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor]:
     """The mixture `loss` of heads.objectives, summed over rows; target and head both over the draft vocabulary.
 
-    x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained; a list
-    where depths have rows of their own. teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the
-    target's post-final-norm states. The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns the sum
-    over depths of weight_K times the sums, which carries the gradient, and the sums, float32 [K], which do not.
+    x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
+    teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states.
+    The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns the sum over depths of weight_K times the
+    sums, which carries the gradient, and the sums, float32 [K], which do not.
     """
-    heads_KUD = _per_depth(head_UD, len(x_KRD))
-    distinct = list({id(head): head for head in heads_KUD}.values())
-    which_K = [next(i for i, other in enumerate(distinct) if other is head) for head in heads_KUD]
-    return _FusedLoss.apply(teacher_UD, last_TD, labels, weight_K, loss, chunk, which_K, *distinct, *x_KRD)
+    return _FusedLoss.apply(head_UD, teacher_UD, last_TD, labels, weight_K, loss, chunk, *x_KRD)
 
 
 @torch.no_grad()
-def hits(  # noqa: PLR0913
-    x_KRD: list[Tensor],
-    head_UD: Tensor | list[Tensor],
-    draft_ids_U: Tensor | None,
-    lm_head_VD: Tensor,
-    last_TD: Tensor,
-    labels: Labels,
-    chunk: int,
-):
+def hits(x_KRD: list[Tensor], head_UD: Tensor, draft_ids_U: Tensor | None, lm_head_VD: Tensor, last_TD: Tensor, labels: Labels, chunk: int):
     """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool.
 
     A token that the draft vocabulary lacks can never be hit, as in the engine.
     """
-    heads_KUD = _per_depth(head_UD, len(x_KRD))
     hit_KR = torch.zeros(len(x_KRD), len(x_KRD[0]), dtype=torch.bool, device=last_TD.device)
     for i in range(0, len(labels.position_L), chunk):
         best_L = (last_TD[labels.position_L[i : i + chunk]] @ lm_head_VD.T).argmax(-1)
         for k, x_RD in enumerate(x_KRD):
             rows = labels.row_KL[k, i : i + chunk]
             valid = rows >= 0
-            choice = (x_RD[rows[valid]] @ heads_KUD[k].T).argmax(-1)
+            choice = (x_RD[rows[valid]] @ head_UD.T).argmax(-1)
             hit_KR[k, rows[valid]] = (choice if draft_ids_U is None else draft_ids_U[choice]) == best_L[valid]
     return hit_KR

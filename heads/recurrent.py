@@ -68,8 +68,9 @@ class ChainHead(DraftHead):
         """The target's lm_head rows [U, D] of the draft vocabulary; the tensor itself where that is the whole one."""
         return frozen.lm_head_VD if self.draft_ids_U is None else frozen.lm_head_VD[self.draft_ids_U]
 
-    def outputs(self, batch: Batch, docs: Documents) -> list[Tensor]:
-        """Per depth the inputs [R, D] of its lm_head at the needed rows of `docs`, over the batch's own tokens."""
+    def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
+        """Per depth the inputs of lm_head [R, D], over the batch's own tokens, at the rows that `labels` need; turns labels.row_KL from
+        places in the pack into rows of these."""
         raise NotImplementedError
 
     @property
@@ -104,23 +105,37 @@ class ChainHead(DraftHead):
         """The mixture of losses at every supervised position, per depth; hits in evaluation mode."""
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         labels = self.labels(batch, docs)
-        docs.need(labels.row_KL)
-        labels.row_KL = docs.needed.place(labels.row_KL)
+        x_KRD = self.outputs(batch, docs, labels)
         assert batch.last_TD is not None
-        x_KRD, heads_KUD = self.outputs(batch, docs), [self.head_rows(k) for k in range(self.depths)]
         weight_K = torch.ones(self.depths, device=batch.last_TD.device) if weight_K is None else weight_K
-        total, loss_K = fused_loss(x_KRD, heads_KUD, self.teacher_UD, batch.last_TD, labels, weight_K, self.mixture, self.loss_chunk)
-        metrics = {} if self.training else self._metrics(x_KRD, heads_KUD, batch, docs, labels)
+        total, loss_K = torch.zeros((), device=weight_K.device), torch.zeros(self.depths, device=weight_K.device)
+        for depths, part in self._by_lm_head(labels):
+            x, heads = [x_KRD[k] for k in depths], (self.head_rows(depths[0]), self.teacher_UD)
+            part_total, loss_K[depths] = fused_loss(x, *heads, batch.last_TD, part, weight_K[depths], self.mixture, self.loss_chunk)
+            total = total + part_total
+        metrics = {} if self.training else self._metrics(x_KRD, batch, docs, labels)
         return LossOut(total, loss_K, (labels.row_KL >= 0).sum(1), metrics)
 
-    def _metrics(
-        self, x_KRD: list[Tensor], heads_KUD: list[Tensor], batch: Batch, docs: Documents, labels: Labels
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    def _by_lm_head(self, labels: Labels) -> list[tuple[list[int], Labels]]:
+        """The depths that share an lm_head, with their labels: in one call of the loss they share the teacher's pass too."""
+        groups: dict[int, list[int]] = {}
+        for k in range(self.depths):
+            groups.setdefault(id(self.head_rows(k)), []).append(k)
+        weights = labels.weight_KL
+        return [
+            (depths, Labels(labels.position_L, labels.row_KL[depths], labels.token_L, None if weights is None else weights[depths]))
+            for depths in groups.values()
+        ]
+
+    def _metrics(self, x_KRD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
         """hit: share of positions whose first choice is the target's. accept: share of anchors whose first k + 1 choices all are,
         over anchors that an engine can draft from (the token after the anchor is a generated one)."""
         assert batch.last_TD is not None
-        hit_KR = hits(x_KRD, heads_KUD, self.draft_ids_U, self.frozen.lm_head_VD, batch.last_TD, labels, self.loss_chunk)
-        valid_KR = torch.zeros_like(hit_KR)
+        valid_KR = torch.zeros(self.depths, len(x_KRD[0]), dtype=torch.bool, device=labels.row_KL.device)
+        hit_KR = torch.zeros_like(valid_KR)
+        for depths, part in self._by_lm_head(labels):
+            x, frozen = [x_KRD[k] for k in depths], self.frozen.lm_head_VD
+            hit_KR[depths] = hits(x, self.head_rows(depths[0]), self.draft_ids_U, frozen, batch.last_TD, part, self.loss_chunk)
         for k, found in enumerate(labels.row_KL):
             valid_KR[k, found[found >= 0]] = True
         index_T, inside_T = docs.shifted(1)
@@ -156,7 +171,9 @@ class RecurrentHead(ChainHead):
         """Empty key/value caches, one per attention layer."""
         raise NotImplementedError
 
-    def outputs(self, batch: Batch, docs: Documents) -> list[Tensor]:
+    def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
+        docs.need(labels.row_KL)
+        labels.row_KL = docs.needed.place(labels.row_KL)
         state, caches, x_KRD = self.first_state(batch), self.caches(), []
         for k in range(self.depths):
             index_T, _ = docs.shifted(1 + k)
