@@ -99,8 +99,8 @@ def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
 
 
 def probed(folder: Path, cases: dict, prepare: Callable[[str, Path], object] = lambda name, export: None):
-    """(tokens, residual streams, last state, heads, what vLLM recorded). prepare: what is done to an export before. `eagle-` in a path would make EAGLE-1 of any head whose
-    method is not passed."""
+    """(tokens, residual streams, last state, heads, what vLLM recorded). prepare: what is done to an export before. `eagle-` in a path
+    would make EAGLE-1 of any head whose method is not passed."""
     target_dir = build_tiny(folder / "target")
     tokens, residuals, last = greedy_states(target_dir)
     heads, jobs = {}, []
