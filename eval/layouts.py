@@ -1,6 +1,7 @@
 """What vLLM's (0.32) draft classes read: the config keys that must not be left to a default, and every tensor with its shape.
 
-One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle,llama}.py.
+One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle,llama,medusa}.py, and
+eval/vllm_plugin for the architectures that vLLM itself does not have.
 """
 
 from __future__ import annotations
@@ -21,10 +22,21 @@ LLAMA_KEYS = (
 EAGLE3_KEYS = "draft_vocab_size target_hidden_size norm_before_residual norm_before_fc fc_norm norm_output".split()
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # the engine takes the first that is there
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+# Architectures without a Llama block read none of LLAMA_KEYS; those of the plug-in keep their own keys in draft_config.
+MEDUSA_KEYS = "model_type hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias original_lm_head".split()
+PLUGIN_KEYS = {
+    "Eagle3HydraDraft": "depths target_hidden_size step_mode num_layers own_lm_heads".split(),
+    "Eagle3MLPDraft": "depths target_hidden_size step_mode inner_dim tie_weights scale_input".split(),
+}
 
 
 def check_config(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
     """Faults of config.json against itself and the target, as phrases."""
+    architecture = config["architectures"][0]
+    if architecture in PLUGIN_KEYS:
+        return _check_plugin(config, PLUGIN_KEYS[architecture], serving, target)
+    if architecture == "MedusaModel":
+        return _check_medusa(config, serving, target)
     eagle3 = serving["method"] == "eagle3"
     keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else [])]
     faults = [f"config key {key} is not set: the engine would take its own default" for key in keys if config.get(key) is None]
@@ -49,6 +61,39 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
     faults += [f"{key} is {config[key]}, it must be {value}" for key, value in same.items() if config.get(key) not in (None, value)]
     faults += _check_parallel(config, serving, target.vocab_size - 1)
     return faults + (_check_taps(config, target) if eagle3 else [])
+
+
+def _unset(config: dict[str, Any], keys: list[str]) -> list[str]:
+    return [f"config key {key} is not set" for key in keys if config.get(key) is None]
+
+
+def _other(config: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    return [f"{key} is {config.get(key)}, it must be {value}" for key, value in wanted.items() if config.get(key) != value]
+
+
+def _too_many(serving: dict[str, Any], depths: int) -> list[str]:
+    k = serving["num_speculative_tokens"]
+    return [f"num_speculative_tokens is {k}, the head has {depths} depths"] if k > depths else []
+
+
+def _check_medusa(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
+    if faults := _unset(config, [*MEDUSA_KEYS, "dtype"]):
+        return faults
+    size = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "truncated_vocab_size": target.vocab_size}
+    return _other(config, size) + _too_many(serving, config["num_heads"])
+
+
+def _check_plugin(config: dict[str, Any], keys: list[str], serving: dict[str, Any], target: TargetSpec) -> list[str]:
+    """The state must hold what a later depth reads, and a counter of depths."""
+    draft, size = config.get("draft_config") or {}, target.hidden_size
+    if faults := _unset(config, ["hidden_size", "vocab_size", "dtype"]) + _unset(draft, keys):
+        return faults
+    faults = _other(config, {"vocab_size": target.vocab_size, "eagle_config": {"use_aux_hidden_state": False}})
+    faults += _other(draft, {"target_hidden_size": size}) + _too_many(serving, draft["depths"])
+    if draft["step_mode"] not in ("host", "tensor"):
+        faults.append(f"step_mode is {draft['step_mode']}, it must be host or tensor")
+    least = 1 + (max(draft["inner_dim"], size) if "inner_dim" in draft else size + 3 * (draft["depths"] - 1))
+    return [*faults, f"hidden_size is {config['hidden_size']}, the state needs {least}"] if config["hidden_size"] < least else faults
 
 
 def _check_taps(config: dict[str, Any], target: TargetSpec) -> list[str]:
@@ -145,9 +190,47 @@ def llama(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
     return shapes | ({} if config["tie_word_embeddings"] else {"lm_head.weight": (vocab, size)}), set()
 
 
+def medusa(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """Residual blocks per depth, and one lm_head or one a depth; the class shares nothing with the target."""
+    size, vocab, depths = config["hidden_size"], config["vocab_size"], config["num_heads"]
+    shapes: Shapes = {}
+    for prefix in [f"blocks.{k}.layers.{j}" for k in range(depths) for j in range(config["num_hidden_layers"])]:
+        shapes |= {f"{prefix}.weight": (size, size)} | ({f"{prefix}.bias": (size,)} if config["medusa_fc_bias"] else {})
+    heads = ["lm_head"] if config["original_lm_head"] else [f"lm_heads.{k}" for k in range(depths)]
+    return shapes | {f"{name}.weight": (vocab, size) for name in heads}, set()
+
+
+def hydra(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """The first block of depth k reads the state and k + 1 embeddings."""
+    draft = config["draft_config"]
+    size, shapes = draft["target_hidden_size"], {}
+    for k in range(draft["depths"]):
+        for name in ("0.linear", "0.res_connection"):
+            shapes |= {f"blocks.{k}.{name}.weight": (size, (k + 2) * size), f"blocks.{k}.{name}.bias": (size,)}
+        for j in range(1, draft["num_layers"]):
+            shapes |= {f"blocks.{k}.{j}.linear.weight": (size, size), f"blocks.{k}.{j}.linear.bias": (size,)}
+    if draft["own_lm_heads"]:
+        shapes |= {f"lm_heads.{k}.weight": (config["vocab_size"], size) for k in range(draft["depths"])}
+    return shapes, set()
+
+
+def recurrent_mlp(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """Embedding, projection, norm and lm_head per depth, or with tied weights one of each and the first projection."""
+    draft, vocab = config["draft_config"], config["vocab_size"]
+    size, depths, tied = draft["inner_dim"], draft["depths"], draft["tie_weights"]
+    shapes: Shapes = {f"proj.{i}.weight": (size, size if i else draft["target_hidden_size"]) for i in range(2 if tied else depths)}
+    for i in range(1 if tied else depths):
+        shapes |= {f"emb.{i}.weight": (vocab, size), f"head.{i}.weight": (vocab, size)}
+        shapes |= {f"ln.{i}.weight": (size,), f"ln.{i}.bias": (size,)}
+    return shapes, set()
+
+
 LAYOUTS: dict[tuple[str, str], Layout] = {
     ("eagle3", "LlamaForCausalLMEagle3"): eagle3,
     ("mtp", "MiMoForCausalLM"): mimo_mtp,
     ("eagle", "LlamaForCausalLM"): eagle,
     ("draft_model", "LlamaForCausalLM"): llama,
+    ("medusa", "MedusaModel"): medusa,
+    ("eagle3", "Eagle3HydraDraft"): hydra,
+    ("eagle3", "Eagle3MLPDraft"): recurrent_mlp,
 }

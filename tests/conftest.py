@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ def refused(call: Callable[[], object], *words: str) -> None:
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def plugin_installed(folder: Path) -> Path:
+    """A folder that, on PYTHONPATH, makes vLLM find the entry points of pyproject.toml, as an installed checkout does."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "path" / "draftsmith_plugin-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith-plugin\nVersion: 0\n")
+    lines = [f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in found.items()) for group, found in groups.items()]
+    (info / "entry_points.txt").write_text("".join(lines))
+    return info.parent
 
 
 def store_manifest(taps: tuple[int, ...], hidden_size: int) -> dict[str, Any]:

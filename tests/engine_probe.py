@@ -42,14 +42,15 @@ def run(case: dict) -> dict:
 
     def recorded_logits(*args, **kwargs):
         out = compute_logits(*args, **kwargs)
-        logits.append(out.clone())  # one row a call, or all rows of a pass that drafts in parallel
+        logits.extend(x.clone() for x in (out if isinstance(out, list) else [out]))  # one depth a call, or all of them
         return out
 
     def recorded_propose(self, scheduler_output, sampled, *args, **kwargs):
         logits.clear()
         drafts = propose(self, scheduler_output, sampled, *args, **kwargs)
-        new = int(((sampled[0] >= 0) & (sampled[0] < self.input_batch.vocab_size)).sum())
-        committed = int(self.input_batch.num_tokens_no_spec[0]) + new
+        committed = int(self.input_batch.num_tokens_no_spec[0])
+        if isinstance(sampled, torch.Tensor):  # else the engine has counted the new tokens already
+            committed += int(((sampled[0] >= 0) & (sampled[0] < self.input_batch.vocab_size)).sum())
         passes.append({"committed": committed, "drafts": drafts[0].tolist(), "logits": torch.cat(logits)[:K]})
         for i, token in enumerate(truth[committed - length :][: len(passes) % (K + 1)]):
             drafts[0, i] = token

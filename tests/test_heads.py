@@ -173,7 +173,7 @@ def test_gradient_is_that_of_the_loss(head):
     directions = [torch.randn_like(p) for p in head.parameters()]
     mean_loss(head, batch).backward()
     analytic = sum((p.grad * d).sum() for p, d in zip(head.parameters(), directions, strict=True))
-    values, h = [], 1e-4
+    values, h = [], 3e-4  # the value is float32: smaller ones drown in its rounding
     for sign in (1, -1):
         with torch.no_grad():
             for p, d in zip(head.parameters(), directions, strict=True):
@@ -186,15 +186,15 @@ def test_gradient_is_that_of_the_loss(head):
 
 def test_training_and_drafting_agree(head):
     """Where the text is the head's own drafts, the training pass must predict exactly what `propose` proposed."""
-    t, count = 5, max(head.depths, 3)
-    batch = batch_of(head, (t + 2 + count,))
-    for k in range(count):  # write the drafts of row t into the text behind it
-        drafts, _ = head.propose(batch, count)
+    t, K = 5, head.depths
+    batch = batch_of(head, (t + 2 + K,))
+    for k in range(K):  # write the drafts of row t into the text behind it
+        drafts, _ = head.propose(batch, K)
         batch.token_ids_T[t + 2 + k] = drafts[t, k]
     head.eval()
     # A teacher that is certain of the drafted token, and the only label there: depth k of row t must hit it.
     certain = torch.linalg.pinv(head.frozen.lm_head_VD)[:, drafts[t]].T * 50
-    for k in range(head.depths):
+    for k in range(K):
         one = copied(batch)
         one.loss_mask_T[:] = False
         one.loss_mask_T[t + 2 + k] = True

@@ -115,9 +115,9 @@ def train(head, cfg: RunConfig, target_dir: Path, folder: Path, prompts: list[di
 Run = tuple[RunConfig, Path, Any, list[ChatRecord], Path]
 
 
-def trained_run(name: str, folder: Path) -> Run:
+def trained_run(head_cfg: dict[str, Any], folder: Path) -> Run:
     """(config, target folder, head, prompts, export) of a head that was trained a little."""
-    cfg = make_cfg(folder, HEADS[name])
+    cfg = make_cfg(folder, head_cfg)
     target_dir = build_tiny(folder / "target")
     head = build(cfg.head, spec(target_dir))
     records = [
@@ -143,7 +143,7 @@ def trained_run(name: str, folder: Path) -> Run:
 @pytest.mark.slow
 def test_offline_counts_are_the_engines_and_nothing_is_lost(tmp_path):
     """Where answers end, only the engine knows what the target would have written next: the counts may differ by those drafts."""
-    cfg, target_dir, head, records, out = trained_run("mtp", tmp_path)
+    cfg, target_dir, head, records, out = trained_run(HEADS["mtp"], tmp_path)
     answers = tmp_path / "eval" / "plain.jsonl"
     report = evaluate(cfg, target_dir, out, records, answers)
     report["offline"] = offline = offline_report(cfg, head, target_dir, answers)
@@ -162,7 +162,7 @@ def test_offline_counts_are_the_engines_and_nothing_is_lost(tmp_path):
 @pytest.mark.slow
 def test_counts_are_equal_to_the_last_draft_where_the_continuation_is_known(tmp_path):
     """Answers cut at their loops: the longer plain run tells how the target goes on, so every draft of those can be judged."""
-    cfg, target_dir, head, records, out = trained_run("eagle3", tmp_path)
+    cfg, target_dir, head, records, out = trained_run(HEADS["eagle3"], tmp_path)
     cfg.eval.cut_loops, cfg.data.loop_ngram, cfg.eval.max_tokens, cfg.eval.methods = True, 1, 60, ["none", "head"]
     answers = tmp_path / "eval" / "plain.jsonl"
     report = evaluate(cfg, target_dir, out, records, answers)

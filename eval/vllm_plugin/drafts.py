@@ -1,0 +1,265 @@
+"""Feed-forward draft heads behind vLLM's EAGLE-3 proposer (v1/spec_decode/llm_base_proposer.py, V1 model runner).
+
+The proposer calls `combine_hidden_states` once a proposal, then for each draft `forward(token, state) -> (output, next state)` and
+argmax of `compute_logits(output)`. The state is the draft's own: as wide as config.hidden_size, made of the target's last state by
+`combine_hidden_states`. Its last channel counts depths, per row: small integers are exact in every dtype, and a count kept in the
+tensors, unlike one kept in Python, is right in a CUDA graph that is replayed for every depth. The output carries it too, since
+`compute_logits` has to know its depth.
+
+Shape suffixes: T rows, H hidden size of the target, W width of the state, V vocab, I inner size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+STEP_MODES = ("host", "tensor")
+DIGITS = 3  # of a token id in the state: eight bits each, which bfloat16 holds exactly
+MLP_EPS = 1e-6
+
+
+class Body(nn.Module):
+    """What the proposer calls the draft's `model`: it looks for `embed_tokens` there."""
+
+    embed_tokens: nn.Module
+    unused: Attention
+
+
+def borrowed_attention(vllm_config: VllmConfig) -> Attention:
+    """An attention layer that is never called. The proposer takes block size and metadata from the draft's attention layers and asserts
+    that there is one; this one shares the cache of a layer of the target, so that it costs no memory."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    name, layer = next(
+        (name, layer) for name, layer in layers.items() if layer.kv_sharing_target_layer_name is None and layer.sliding_window is None
+    )
+    return Attention(
+        layer.num_heads,
+        layer.head_size,
+        1.0,
+        num_kv_heads=layer.num_kv_heads,
+        cache_config=vllm_config.cache_config,
+        prefix=f"model.layers.{vllm_config.model_config.get_total_num_hidden_layers()}.unused.attn",
+        kv_sharing_target_layer_name=name,
+    )
+
+
+def check_served(vllm_config: VllmConfig, depths: int, draft: dict[str, Any], vocab_size: int) -> None:
+    """ValueError for what would load and then fail at the first request, or draft wrongly."""
+    speculative, target = vllm_config.speculative_config, vllm_config.model_config
+    assert speculative is not None
+    if speculative.method != "eagle3":
+        raise ValueError(f'this draft is served with "method": "eagle3", not {speculative.method!r}')
+    if speculative.num_speculative_tokens > depths:
+        raise ValueError(f"num_speculative_tokens={speculative.num_speculative_tokens}: this draft has {depths} depths")
+    if vllm_config.use_v2_model_runner:
+        raise ValueError("this draft needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("this draft is not served with pipeline parallelism: its target's embedding is on another rank")
+    if draft["step_mode"] not in STEP_MODES:
+        raise ValueError(f"draft_config.step_mode={draft['step_mode']!r}: must be one of {', '.join(STEP_MODES)}")
+    served, trained = (target.get_hidden_size(), target.get_vocab_size()), (draft["target_hidden_size"], vocab_size)
+    if served != trained:
+        raise ValueError(f"the draft is for a target of hidden size and vocabulary {trained}, this one has {served}")
+
+
+class LastStateDraft(Eagle3LlamaForCausalLM):
+    """Subclasses give `build`, `advance` and `lm_head_of`. Of vLLM's class only the type is used: the proposer asserts it."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        assert vllm_config.speculative_config is not None
+        self.config = vllm_config.speculative_config.draft_model_config.hf_config
+        draft = dict(self.config.draft_config)
+        self.depths, self.vocab_size = draft["depths"], self.config.vocab_size
+        check_served(vllm_config, self.depths, draft, self.vocab_size)
+        self.input_size, self.width = draft["target_hidden_size"], self.config.hidden_size
+        self.on_host = draft["step_mode"] == "host"
+        self.has_own_embed_tokens = self.has_own_lm_head = False
+        self.model = Body()
+        self.model.unused = borrowed_attention(vllm_config)
+        self.logits_processor = LogitsProcessor(self.vocab_size)
+        self.build(draft, prefix)
+
+    def build(self, draft: dict[str, Any], prefix: str) -> None:
+        """Makes the parameters, under the names of the export."""
+        raise NotImplementedError
+
+    def start(self, last_TH: Tensor) -> Tensor:
+        """What depth 0 reads of the target's last state."""
+        return last_TH
+
+    def advance(self, k: int, ids_T: Tensor, state_TW: Tensor) -> tuple[Tensor, Tensor]:
+        """Depth k. Returns (input of its lm_head [T, *], next state [T, up to W - 1])."""
+        raise NotImplementedError
+
+    def lm_head_of(self, k: int) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def distinct_heads(self) -> int:
+        raise NotImplementedError
+
+    def embed_input_ids(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[-1] != self.input_size:
+            raise ValueError(f"the engine hands over states of width {hidden_states.shape[-1]}, the draft reads one of {self.input_size}")
+        return self._widened(self.start(hidden_states), self.width)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if inputs_embeds is not None:
+            raise ValueError("this draft reads token ids, which the engine does not hand over for a multimodal target")
+        step_T1 = hidden_states[:, -1:]
+        if self.on_host:
+            x, state = self.advance(self._depth(step_T1), input_ids, hidden_states)
+        else:
+            found = [self.advance(k, input_ids, hidden_states) for k in range(self.depths)]
+            x = self._pick([x for x, _ in found], step_T1)
+            state = self._pick([self._widened(state, self.width - 1) for _, state in found], step_T1)
+        return torch.cat([x, step_T1], -1), torch.cat([self._widened(state, self.width - 1), step_T1 + 1], -1)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        x, step_T1 = hidden_states[:, :-1].contiguous(), hidden_states[:, -1:]
+        if self.distinct_heads == 1 or self.on_host:
+            return self.logits_processor(self.lm_head_of(self._depth(step_T1) if self.distinct_heads > 1 else 0), x)
+        found = [self.logits_processor(self.lm_head_of(k), x) for k in range(self.depths)]
+        return None if found[0] is None else self._pick(found, step_T1)
+
+    def _depth(self, step_T1: Tensor) -> int:
+        """All rows of a pass are at one depth. The rows that fill up a batch are stale and may say anything, but the first is real."""
+        return min(int(step_T1[0]), self.depths - 1)
+
+    @staticmethod
+    def _pick(found: list[Tensor], step_T1: Tensor) -> Tensor:
+        """Each row from the depth that its counter names, without asking the device what it says."""
+        out = found[0]
+        for k, other in enumerate(found[1:], start=1):
+            out = torch.where(step_T1 == k, other, out)
+        return out
+
+    @staticmethod
+    def _widened(x: Tensor, width: int) -> Tensor:
+        return F.pad(x, (0, width - x.shape[-1]))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """ValueError: a tensor that has no place, or a parameter without a tensor. vLLM's own draft classes pass over both."""
+        parameters, loaded = dict(self.named_parameters()), set()
+        wanted = {name for name in parameters if not name.startswith("model.")}
+        for name, tensor in weights:
+            if name not in wanted:
+                raise ValueError(f"tensor {name} has no place in {self.config.architectures[0]}")
+            parameter = parameters[name]
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+            loaded.add(name)
+        if wanted != loaded:
+            raise ValueError(f"missing tensors: {', '.join(sorted(wanted - loaded))}")
+        return set(parameters)
+
+
+class Block(nn.Module):
+    """x + SiLU(W x + b); between two sizes, the first term is a linear map of x."""
+
+    def __init__(self, input_size: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(input_size, size)
+        self.res_connection = nn.Linear(input_size, size) if input_size != size else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class HydraDraft(LastStateDraft):
+    """Hydra heads. State: [z | digits of the drafted tokens so far | count]; the tokens are embedded anew at every depth, by the target's
+    embedding, which the proposer puts in place of `embed_tokens`, as it does with a shared lm_head."""
+
+    def build(self, draft: dict[str, Any], prefix: str) -> None:
+        size = self.input_size
+        self.model.embed_tokens = VocabParallelEmbedding(self.vocab_size, size, prefix=f"{prefix}.embed_tokens")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Block((k + 2) * size, size), *(Block(size, size) for _ in range(draft["num_layers"] - 1)))
+            for k in range(self.depths)
+        )
+        if draft["own_lm_heads"]:
+            self.has_own_lm_head = True
+            heads = (ParallelLMHead(self.vocab_size, size, prefix=f"{prefix}.lm_heads.{k}") for k in range(self.depths))
+            self.lm_heads = nn.ModuleList(heads)
+            self.__dict__["lm_head"] = self.lm_heads[0]  # the proposer looks at it; not a second parameter name
+
+    @property
+    def distinct_heads(self) -> int:
+        return self.depths if self.has_own_lm_head else 1
+
+    def lm_head_of(self, k: int) -> nn.Module:
+        return self.lm_heads[k] if self.has_own_lm_head else self.lm_head
+
+    def advance(self, k: int, ids_T: Tensor, state_TW: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.input_size
+        filled = size + DIGITS * k
+        earlier = state_TW[:, size:filled].long().unflatten(1, (k, DIGITS)).unbind(1) if k else ()
+        ids = [sum(digit << 8 * i for i, digit in enumerate(digits.unbind(1))) for digits in earlier] + [ids_T.long()]
+        embeds = self.model.embed_tokens(torch.stack(ids, 1))
+        x = self.blocks[k](torch.cat([state_TW[:, :size], embeds.flatten(1)], -1))
+        if k + 1 == self.depths:
+            return x, state_TW[:, :filled]
+        digits = torch.stack([ids[-1] >> 8 * i & 255 for i in range(DIGITS)], 1)
+        return x, torch.cat([state_TW[:, :filled], digits.to(state_TW.dtype)], -1)
+
+
+class ShiftedNorm(nn.Module):
+    """x / rms(x) * weight + bias."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, MLP_EPS) + self.bias
+
+
+class MLPDraft(LastStateDraft):
+    """IBM's recurrent MLP, with embeddings and lm_heads of its own. State: [s, at depth 0 z | count]."""
+
+    def build(self, draft: dict[str, Any], prefix: str) -> None:
+        size, tied = draft["inner_dim"], draft["tie_weights"]
+        self.inner, self.tied, self.scale_input = size, tied, draft["scale_input"]
+        sets, projections = (1, 2) if tied else (self.depths, self.depths)
+        self.emb = nn.ModuleList(VocabParallelEmbedding(self.vocab_size, size, prefix=f"{prefix}.emb.{i}") for i in range(sets))
+        self.proj = nn.ModuleList(nn.Linear(size if i else self.input_size, size, bias=False) for i in range(projections))
+        self.ln = nn.ModuleList(ShiftedNorm(size) for _ in range(sets))
+        self.head = nn.ModuleList(ParallelLMHead(self.vocab_size, size, prefix=f"{prefix}.head.{i}") for i in range(sets))
+        self.has_own_embed_tokens = self.has_own_lm_head = True  # the proposer looks at these two; not second parameter names
+        self.model.__dict__["embed_tokens"], self.__dict__["lm_head"] = self.emb[0], self.head[0]
+        state_weight = 0.5 ** (0.5 / self.depths)
+        self.embed_scale = math.sqrt((1 - state_weight**2) * size / 2) / state_weight
+
+    @property
+    def distinct_heads(self) -> int:
+        return len(self.head)
+
+    def lm_head_of(self, k: int) -> nn.Module:
+        return self.head[k]
+
+    def start(self, last_TH: Tensor) -> Tensor:
+        return F.rms_norm(last_TH, last_TH.shape[-1:], eps=MLP_EPS) / math.sqrt(2) if self.scale_input else last_TH
+
+    def advance(self, k: int, ids_T: Tensor, state_TW: Tensor) -> tuple[Tensor, Tensor]:
+        i, j = (0, min(k, 1)) if self.tied else (k, k)
+        before = state_TW[:, : self.inner if k else self.input_size]
+        x = self.proj[j](before).add(self.emb[i](ids_T), alpha=self.embed_scale)
+        x = F.gelu(self.ln[i](x))
+        return x, x
