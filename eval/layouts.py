@@ -1,6 +1,7 @@
 """What vLLM's (0.32) draft classes read: the config keys that must not be left to a default, and every tensor with its shape.
 
-One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle}.py.
+One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle,qwen3_dflash,qwen3_dspark}.py;
+eval/vllm_plugin for the architectures that vLLM itself does not have.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ LLAMA_KEYS = (
     "hidden_act max_position_embeddings attention_bias mlp_bias tie_word_embeddings dtype"
 ).split()
 EAGLE3_KEYS = "draft_vocab_size target_hidden_size norm_before_residual norm_before_fc fc_norm norm_output".split()
+BLOCK_KEYS = "draft_vocab_size target_hidden_size block_size sample_from_anchor dflash_config".split()
+MARKOV_KEYS = "markov_rank enable_confidence_head confidence_head_with_markov".split()
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 def check_config(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
     """Faults of config.json against itself and the target, as phrases."""
-    eagle3 = serving["method"] == "eagle3"
-    keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else [])]
+    eagle3, blocks = serving["method"] == "eagle3", serving["method"] in ("dflash", "dspark")
+    keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else []), *(BLOCK_KEYS if blocks else [])]
+    keys += MARKOV_KEYS if "DSpark" in config["architectures"][0] else []
     faults = [f"config key {key} is not set: the engine would take its own default" for key in keys if config.get(key) is None]
     faults += [f"config key {key} is null" for key, value in config.items() if value is None and key not in keys]
     if "rope_theta" not in config and "rope_theta" not in (config.get("rope_parameters") or {}):
@@ -44,6 +48,8 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
         if serving.get("target_hf_overrides") != {"num_nextn_predict_layers": 1}:
             faults.append('serving must carry target_hf_overrides {"num_nextn_predict_layers": 1}: without it the engine does not start')
     faults += [f"{key} is {config[key]}, it must be {value}" for key, value in same.items() if config.get(key) not in (None, value)]
+    if blocks and not faults:
+        faults += _check_blocks(config, serving, target)
     return faults + (_check_taps(config, target) if eagle3 else [])
 
 
@@ -64,6 +70,31 @@ def _check_taps(config: dict[str, Any], target: TargetSpec) -> list[str]:
         faults.append(f"{TAP_KEY} {ids} must ascend without repeats within 0..{target.num_layers}: the engine sorts it and drops repeats")
     if config.get("num_aux_hidden_states", 3) != len(ids):
         faults.append(f"num_aux_hidden_states is {config.get('num_aux_hidden_states', 'not set (3)')}, the layer ids are {len(ids)}")
+    return faults
+
+
+def _check_blocks(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
+    """Faults of what lays a block out: with another mask token, other slots or another attention than in training it drafts rubbish."""
+    inner, ids, vocab = config["dflash_config"], config.get(TAP_KEY) or [], target.vocab_size
+    missing = [key for key in ("mask_token_id", "target_layer_ids", "causal") if inner.get(key) is None]
+    if missing:
+        return [f"dflash_config.{key} is not set: the engine would take its own default" for key in missing]
+    faults = [f"config key {key} is set and overrules dflash_config" for key in ("is_causal", "layer_types") if config.get(key) is not None]
+    if not 0 <= inner["mask_token_id"] < vocab:
+        faults.append(f"dflash_config.mask_token_id {inner['mask_token_id']} has no row in the target's embedding (0..{vocab - 1})")
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > target.num_layers:
+        faults.append(f"{TAP_KEY} {ids} must ascend without repeats within 0..{target.num_layers}, at least one")
+    if [i + 1 for i in inner["target_layer_ids"]] != list(ids):
+        faults.append(f"{TAP_KEY} {ids} and dflash_config.target_layer_ids {inner['target_layer_ids']} (one less each) disagree")
+    if inner.get("sample_from_anchor") or (config["sample_from_anchor"] and serving["method"] == "dflash"):
+        faults.append(
+            "sample_from_anchor is true: method dflash takes no anchor that predicts, dspark reads it at the top of the config alone"
+        )
+    for key, value in (("draft_vocab_size", vocab), ("target_hidden_size", target.hidden_size)):
+        faults += [f"{key} is {config[key]}, it must be {value}"] if config[key] != value else []
+    most = config["block_size"] - (not config["sample_from_anchor"])
+    if serving["num_speculative_tokens"] > most:
+        faults.append(f"num_speculative_tokens is {serving['num_speculative_tokens']}, a block drafts {most}")
     return faults
 
 
@@ -122,8 +153,34 @@ def eagle(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
     return shapes, set()
 
 
+def dflash(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """Qwen3 blocks (a norm on each head's q and k); embedding and lm_head are the target's."""
+    size, head = config["hidden_size"], config["head_dim"]
+    shapes: Shapes = {"fc.weight": (size, len(config[TAP_KEY]) * config["target_hidden_size"])}
+    shapes |= {"hidden_norm.weight": (size,), "norm.weight": (size,)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= _block(config, f"layers.{i}.", size)
+        shapes |= {f"layers.{i}.self_attn.{name}_norm.weight": (head,) for name in "qk"}
+    return shapes, set()
+
+
+def dspark(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """DFlash's, the two factors of the Markov term, and the confidence where there is one."""
+    shapes, optional = dflash(config)
+    size, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
+    shapes |= {f"markov_head.markov_w{i}.weight": (vocab, rank) for i in (1, 2)}
+    if config["enable_confidence_head"]:
+        inputs = size + rank if config["confidence_head_with_markov"] else size
+        shapes |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+    return shapes, optional
+
+
 LAYOUTS: dict[tuple[str, str], Layout] = {
     ("eagle3", "LlamaForCausalLMEagle3"): eagle3,
     ("mtp", "MiMoForCausalLM"): mimo_mtp,
     ("eagle", "LlamaForCausalLM"): eagle,
+    ("dflash", "DFlashDraftModel"): dflash,
+    ("dflash", "DraftsmithDFlash"): dflash,
+    ("dspark", "Qwen3DSparkModel"): dspark,
+    ("dflash", "DraftsmithDSparkDFlash"): dspark,
 }

@@ -1,6 +1,7 @@
 """Losses over a frozen or trained lm_head, chunked over label positions; the teacher is computed once for all depths.
 
-Shape suffixes: T packed tokens, R rows that the head worked out, L label positions, D hidden, V vocab, U draft vocab, K depths.
+Shape suffixes: T packed tokens, R rows that the head worked out, L label positions, D hidden, V vocab, U draft vocab, K depths,
+E rank of a low-rank term.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ class Labels:
     weight_KL: Tensor | None = None
 
 
+@dataclass
+class LowRank:
+    """A trained term e W^T of the logits beside the lm_head's. rows_KRE: per depth e [R, E]; weight_UE: W."""
+
+    rows_KRE: list[Tensor]
+    weight_UE: Tensor
+
+
+Products = list[tuple[Tensor, Tensor]]  # (rows [L, *], weight [U, *]): the logits are the sum of rows @ weight^T
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -52,9 +64,15 @@ class _Scratch:
             negentropy_L[part] = self._dot(p, z) - _logsumexp(z, p)
         return self.p_LU[: len(last_LD)], negentropy_L
 
-    def row_losses(self, x_LD: Tensor, head_UD: Tensor, p_LU: Tensor, negentropy_L: Tensor, y_L: Tensor, loss: Mapping[str, float]):
-        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for p, y and loss."""
+    def row_losses(
+        self, products: Products, p_LU: Tensor, negentropy_L: Tensor, y_L: Tensor, loss: Mapping[str, float], accepted_L: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for p, y and loss.
+        accepted_L, where given, receives sum min(p, q)."""
+        (x_LD, head_UD), *terms = products
         logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
+        for rows, weight in terms:
+            logits_LU.addmm_(rows, weight.T)
         loss_L = p_LU.new_empty(len(x_LD))
         for part in self._parts(len(x_LD)):
             z, p = _wide(logits_LU[part]), p_LU[part]
@@ -62,14 +80,22 @@ class _Scratch:
                 cross_L = self._dot(p, z)
                 q = torch.softmax(z, -1, out=self._slice_LU[: len(z)])
                 loss_L[part] = loss["kl"] * (negentropy_L[part] - cross_L + _logsumexp(z, q))
+                self._accept(p, q, accepted_L, part)
                 logits_LU[part] = q.sub_(p).mul_(loss["kl"])
             else:
                 log_q = z.log_softmax(-1)
-                loss_L[part], logits_LU[part] = mixture(loss, p, log_q.exp(), log_q, y_L[part])
+                q = log_q.exp()
+                self._accept(p, q, accepted_L, part)
+                loss_L[part], logits_LU[part] = mixture(loss, p, q, log_q, y_L[part])
         return loss_L, logits_LU
 
     def _parts(self, rows: int) -> Iterator[slice]:
         return (slice(i, min(i + self.step, rows)) for i in range(0, rows, self.step))
+
+    @staticmethod
+    def _accept(p_LU: Tensor, q_LU: Tensor, accepted_L: Tensor | None, part: slice) -> None:
+        if accepted_L is not None:
+            accepted_L[part] = torch.minimum(p_LU, q_LU).sum(-1)
 
     def _dot(self, p_LU: Tensor, z_LU: Tensor) -> Tensor:
         return torch.mul(p_LU, z_LU, out=self._slice_LU[: len(z_LU)]).sum(-1)
@@ -82,45 +108,58 @@ def _logsumexp(z_LU: Tensor, softmax_LU: Tensor) -> Tensor:
 
 class _FusedLoss(torch.autograd.Function):
     """Sums of row losses per depth without ever holding [T, U] for more than one chunk of one depth. The gradients are worked out
-    with the values, while a chunk's logits are there; so the depths' weights must be known before."""
+    with the values, while a chunk's logits are there; so the depths' weights must be known before.
+
+    tensors: the weights of the products that the logits are the sum of, the lm_head's first, then the rows of each, depth by depth."""
 
     @staticmethod
-    def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, *x_KRD):  # type: ignore[override]
-        loss_K = torch.zeros(len(x_KRD), dtype=torch.float32, device=head_UD.device)
-        head_grad = torch.zeros_like(head_UD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        grads = [torch.zeros_like(x) if needed else None for x, needed in zip(x_KRD, ctx.needs_input_grad[7:], strict=True)]
-        scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD)
+    def forward(ctx, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, accepted_KR, *tensors):  # type: ignore[override]
+        count = len(tensors) // (len(weight_K) + 1)  # of products
+        weights, rows_KR = tensors[:count], [tensors[i : i + count] for i in range(count, len(tensors), count)]
+        loss_K = torch.zeros(len(rows_KR), dtype=torch.float32, device=weights[0].device)
+        needed = ctx.needs_input_grad[7:]
+        grads = [torch.zeros_like(w, dtype=torch.float32) if need else None for w, need in zip(weights, needed, strict=False)]
+        grads += [torch.zeros_like(x) if need else None for x, need in zip(tensors[count:], needed[count:], strict=True)]
+        scratch = _Scratch(min(chunk, len(labels.position_L)), weights[0])
         for i in range(0, len(labels.position_L), chunk):
             here = slice(i, i + chunk)
             p, negentropy = scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
-            for k, x_RD in enumerate(x_KRD):
+            for k, given_rows in enumerate(rows_KR):
                 valid = labels.row_KL[k, here] >= 0
                 full, rows = bool(valid.all()), labels.row_KL[k, here][valid]
-                x_LD, grad, y_L = x_RD[rows], grads[k], labels.token_L[here][valid]
+                products = [(x[rows], w) for x, w in zip(given_rows, weights, strict=True)]
                 given = (p, negentropy) if full else (p[valid], negentropy[valid])
-                loss_L, dlogits = scratch.row_losses(x_LD, head_UD, *given, y_L, loss)
+                accepted_L = None if accepted_KR is None else p.new_empty(len(rows))
+                loss_L, dlogits = scratch.row_losses(products, *given, labels.token_L[here][valid], loss, accepted_L)
+                if accepted_KR is not None and accepted_L is not None:
+                    accepted_KR[k, rows] = accepted_L
                 scale = weight_K[k].to(loss_L.dtype)
                 if labels.weight_KL is not None:
                     scale = scale * labels.weight_KL[k, here][valid]
                     loss_L = loss_L * labels.weight_KL[k, here][valid]
                 loss_K[k] += loss_L.sum()
-                if scale.dim():
-                    scale = scale[:, None]
-                if grad is not None:
-                    grad[rows] = (dlogits @ head_UD).mul_(scale.to(grad.dtype))
-                if head_grad is not None:
-                    _add_product(head_grad, dlogits, x_LD * scale.to(x_LD.dtype))
-        ctx.with_head, ctx.with_x = head_grad is not None, [grad is not None for grad in grads]
-        ctx.save_for_backward(*(x for x in (head_grad, *grads) if x is not None))
-        ctx.dtype = head_UD.dtype
+                _add_gradients(products, dlogits, scale[:, None] if scale.dim() else scale, rows, grads[:count], grads[count * (k + 1) :])
+        ctx.there, ctx.dtype = [grad is not None for grad in grads], weights[0].dtype
+        ctx.save_for_backward(*(x for x in grads if x is not None))
         ctx.mark_non_differentiable(loss_K)
         return (loss_K * weight_K).sum(), loss_K
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _):  # type: ignore[override]
         saved = [(x.float() * grad_total).to(ctx.dtype) for x in ctx.saved_tensors]
-        head_grad = saved.pop(0) if ctx.with_head else None
-        return head_grad, None, None, None, None, None, None, *(saved.pop(0) if there else None for there in ctx.with_x)
+        return *[None] * 7, *(saved.pop(0) if there else None for there in ctx.there)
+
+
+Gradients = list[Tensor | None]
+
+
+def _add_gradients(products: Products, dlogits_LU: Tensor, scale: Tensor, rows: Tensor, weights: Gradients, inputs: Gradients) -> None:
+    """Of one depth's rows: written into `inputs` at `rows`, added to `weights`, where there is one."""
+    for (x, weight), of_x, of_weight in zip(products, inputs, weights, strict=False):
+        if of_x is not None:
+            of_x[rows] = (dlogits_LU @ weight).mul_(scale.to(of_x.dtype))
+        if of_weight is not None:
+            _add_product(of_weight, dlogits_LU, x * scale.to(x.dtype))
 
 
 def _add_product(total_UD: Tensor, dlogits_LU: Tensor, x_LD: Tensor) -> None:
@@ -140,19 +179,35 @@ def fused_loss(  # noqa: PLR0913
     weight_K: Tensor,
     loss: Mapping[str, float],
     chunk: int,
+    term: LowRank | None = None,
+    accepted_KR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixture `loss` of heads.objectives, summed over rows; target and head both over the draft vocabulary.
 
     x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
     teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states.
-    The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns the sum over depths of weight_K times the
-    sums, which carries the gradient, and the sums, float32 [K], which do not.
+    The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. term: added to the logits. accepted_KR [K, R], where
+    given, receives the chance sum min(p, q) that a draft sampled from a row is accepted, for rows that have a label. Returns the sum
+    over depths of weight_K times the sums, which carries the gradient, and the sums, float32 [K], which do not.
     """
-    return _FusedLoss.apply(head_UD, teacher_UD, last_TD, labels, weight_K, loss, chunk, *x_KRD)
+    if term is None:
+        tensors = [head_UD, *x_KRD]
+    else:
+        tensors = [head_UD, term.weight_UE, *(x for pair in zip(x_KRD, term.rows_KRE, strict=True) for x in pair)]
+    return _FusedLoss.apply(teacher_UD, last_TD, labels, weight_K, loss, chunk, accepted_KR, *tensors)
 
 
 @torch.no_grad()
-def hits(x_KRD: list[Tensor], head_UD: Tensor, draft_ids_U: Tensor | None, lm_head_VD: Tensor, last_TD: Tensor, labels: Labels, chunk: int):
+def hits(
+    x_KRD: list[Tensor],
+    head_UD: Tensor,
+    draft_ids_U: Tensor | None,
+    lm_head_VD: Tensor,
+    last_TD: Tensor,
+    labels: Labels,
+    chunk: int,
+    term: LowRank | None = None,
+) -> Tensor:
     """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool.
 
     A token that the draft vocabulary lacks can never be hit, as in the engine.
@@ -163,6 +218,19 @@ def hits(x_KRD: list[Tensor], head_UD: Tensor, draft_ids_U: Tensor | None, lm_he
         for k, x_RD in enumerate(x_KRD):
             rows = labels.row_KL[k, i : i + chunk]
             valid = rows >= 0
-            choice = (x_RD[rows[valid]] @ head_UD.T).argmax(-1)
+            logits = x_RD[rows[valid]] @ head_UD.T
+            choice = (logits if term is None else logits.addmm_(term.rows_KRE[k][rows[valid]], term.weight_UE.T)).argmax(-1)
             hit_KR[k, rows[valid]] = (choice if draft_ids_U is None else draft_ids_U[choice]) == best_L[valid]
     return hit_KR
+
+
+@torch.no_grad()
+def log_likelihood(x_KRD: list[Tensor], head_UD: Tensor, labels: Labels, chunk: int) -> Tensor:
+    """log q of the text's own token at every row that has a label, 0 at the others: [K, R], at least float32."""
+    found_KR = _wide(head_UD.new_zeros(len(x_KRD), len(x_KRD[0])))
+    for k, x_RD in enumerate(x_KRD):
+        there = labels.row_KL[k] >= 0
+        for rows, token_L in zip(labels.row_KL[k][there].split(chunk), labels.token_L[there].split(chunk), strict=True):
+            log_q = _wide(x_RD[rows] @ head_UD.T).log_softmax(-1)
+            found_KR[k, rows] = log_q.gather(1, token_L[:, None]).squeeze(1)
+    return found_KR

@@ -53,13 +53,15 @@ def store_manifest(taps: tuple[int, ...], hidden_size: int) -> dict[str, Any]:
 
 
 def head_confs() -> dict[str, dict[str, Any]]:
-    """Every head of conf/head/, with taps and draft vocabulary brought to the size of SPEC."""
+    """Every head of conf/head/, with taps, draft vocabulary and mask token brought to the size of SPEC."""
     confs = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "head").glob("*.yaml"))}
     for conf in confs.values():
         if conf.get("taps"):
             conf["taps"] = [1, 2, 3]
         if "draft_vocab_size" in conf:
             conf["draft_vocab_size"] = 40
+        if "mask_token_id" in conf:
+            conf["mask_token_id"] = 100
     return confs
 
 
@@ -71,7 +73,7 @@ def ready(conf: dict[str, Any], dtype: torch.dtype = torch.float64) -> DraftHead
     frozen = Frozen(embed, lm_head)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 1.0)
-    if head.get_buffer("draft_ids_U") is not None:
+    if head.draft_vocab_size is not None:
         head.set_draft_vocab(torch.arange(0, 80, 2))
     head.attach(frozen)
     return head

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from eval.vllm_plugin import register
+
 K = 3
 
 
@@ -42,7 +44,7 @@ def run(case: dict) -> dict:
 
     def recorded_logits(*args, **kwargs):
         out = compute_logits(*args, **kwargs)
-        logits.append(out[0].clone())
+        logits.append(out.clone())  # one row a call, or all rows of a pass that drafts in parallel
         return out
 
     def recorded_propose(self, scheduler_output, sampled, *args, **kwargs):
@@ -50,7 +52,7 @@ def run(case: dict) -> dict:
         drafts = propose(self, scheduler_output, sampled, *args, **kwargs)
         new = int(((sampled[0] >= 0) & (sampled[0] < self.input_batch.vocab_size)).sum())
         committed = int(self.input_batch.num_tokens_no_spec[0]) + new
-        passes.append({"committed": committed, "drafts": drafts[0].tolist(), "logits": torch.stack(logits[:K])})
+        passes.append({"committed": committed, "drafts": drafts[0].tolist(), "logits": torch.cat(logits)[:K]})
         for i, token in enumerate(truth[committed - length :][: len(passes) % (K + 1)]):
             drafts[0, i] = token
         return drafts
@@ -65,6 +67,7 @@ def run(case: dict) -> dict:
 
 
 if __name__ == "__main__":
+    register()  # vLLM itself finds the plug-in only where this checkout is installed
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     path = Path(sys.argv[1])
     torch.save({case["name"]: run(case) for case in json.loads(path.read_text())}, path.with_suffix(".pt"))

@@ -1,0 +1,17 @@
+"""Engine-side classes for heads that stock vLLM (0.32) does not load, as a vLLM plug-in (entry point `vllm.general_plugins` in
+pyproject.toml). Nothing of vLLM is patched; an export's config.json names the class."""
+
+DRAFTS = {  # vLLM prefixes an architecture of method dflash that neither begins nor ends with DFlash
+    "DraftsmithDFlash": "eval.vllm_plugin.dflash:DFlash",
+    "DraftsmithDSparkDFlash": "eval.vllm_plugin.dflash:DSpark",
+}
+
+
+def register() -> None:
+    """vLLM calls this in every one of its processes, more than once in some. A class is imported when a config names it."""
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    for architecture, place in DRAFTS.items():
+        if architecture not in known:
+            ModelRegistry.register_model(architecture, place)
