@@ -1,7 +1,7 @@
 """What vLLM's (0.32) draft classes read: the config keys that must not be left to a default, and every tensor with its shape.
 
-One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle,llama,medusa}.py, and
-eval/vllm_plugin for the architectures that vLLM itself does not have.
+One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle,llama,medusa,
+qwen3_dflash,qwen3_dspark}.py, and eval/vllm_plugin for the architectures that vLLM itself does not have.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ LLAMA_KEYS = (
 ).split()
 EAGLE3_KEYS = "draft_vocab_size target_hidden_size norm_before_residual norm_before_fc fc_norm norm_output".split()
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")  # the engine takes the first that is there
+BLOCK_KEYS = "draft_vocab_size target_hidden_size block_size sample_from_anchor dflash_config".split()
+MARKOV_KEYS = "markov_rank enable_confidence_head confidence_head_with_markov".split()
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 # Architectures without a Llama block read none of LLAMA_KEYS; those of the plug-in keep their own keys in draft_config.
 MEDUSA_KEYS = "model_type hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias original_lm_head".split()
@@ -37,8 +39,9 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
         return _check_plugin(config, PLUGIN_KEYS[architecture], serving, target)
     if architecture == "MedusaModel":
         return _check_medusa(config, serving, target)
-    eagle3 = serving["method"] == "eagle3"
-    keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else [])]
+    eagle3, blocks = serving["method"] == "eagle3", serving["method"] in ("dflash", "dspark")
+    keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else []), *(BLOCK_KEYS if blocks else [])]
+    keys += MARKOV_KEYS if "DSpark" in architecture else []
     faults = [f"config key {key} is not set: the engine would take its own default" for key in keys if config.get(key) is None]
     faults += [f"config key {key} is null" for key, value in config.items() if value is None and key not in keys]
     if "rope_theta" not in config and "rope_theta" not in (config.get("rope_parameters") or {}):
@@ -60,6 +63,8 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
             faults.append('serving must carry target_hf_overrides {"num_nextn_predict_layers": 1}: without it the engine does not start')
     faults += [f"{key} is {config[key]}, it must be {value}" for key, value in same.items() if config.get(key) not in (None, value)]
     faults += _check_parallel(config, serving, target.vocab_size - 1)
+    if blocks and not faults:
+        faults += _check_blocks(config, serving, target)
     return faults + (_check_taps(config, target) if eagle3 else [])
 
 
@@ -122,6 +127,27 @@ def _check_parallel(config: dict[str, Any], serving: dict[str, Any], last: int) 
     if len(found) != parallel:
         return [f"serving has parallel_drafting {parallel} and the config {' and '.join(found) or 'no mask token'}: it needs one or none"]
     return [f"{key} is {config[key]}, no row of the embedding, 0..{last}" for key in found if not 0 <= config[key] <= last]
+
+
+def _check_blocks(config: dict[str, Any], serving: dict[str, Any], target: TargetSpec) -> list[str]:
+    """Faults of what lays a block out: with another mask token, other slots or another attention than in training it drafts rubbish."""
+    inner, ids, vocab = config["dflash_config"], config.get(TAP_KEY) or [], target.vocab_size
+    missing = [key for key in ("mask_token_id", "target_layer_ids", "causal") if inner.get(key) is None]
+    if missing:
+        return [f"dflash_config.{key} is not set: the engine would take its own default" for key in missing]
+    faults = [f"config key {key} is set and overrules dflash_config" for key in ("is_causal", "layer_types") if config.get(key) is not None]
+    if not 0 <= inner["mask_token_id"] < vocab:
+        faults.append(f"dflash_config.mask_token_id {inner['mask_token_id']} has no row in the target's embedding (0..{vocab - 1})")
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > target.num_layers:
+        faults.append(f"{TAP_KEY} {ids} must ascend without repeats within 0..{target.num_layers}, at least one")
+    if [i + 1 for i in inner["target_layer_ids"]] != list(ids):
+        faults.append(f"{TAP_KEY} {ids} and dflash_config.target_layer_ids {inner['target_layer_ids']} (one less each) disagree")
+    if inner.get("sample_from_anchor") or (config["sample_from_anchor"] and serving["method"] == "dflash"):
+        faults.append(
+            "sample_from_anchor is true: method dflash takes no anchor that predicts, dspark reads it at the top of the config alone"
+        )
+    faults += _other(config, {"draft_vocab_size": vocab, "target_hidden_size": target.hidden_size})
+    return faults + _too_many(serving, config["block_size"] - (not config["sample_from_anchor"]))
 
 
 def _block(config: dict[str, Any], prefix: str, qkv_in: int) -> Shapes:
@@ -225,6 +251,28 @@ def recurrent_mlp(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
     return shapes, set()
 
 
+def dflash(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """Qwen3 blocks (a norm on each head's q and k); embedding and lm_head are the target's."""
+    size, head = config["hidden_size"], config["head_dim"]
+    shapes: Shapes = {"fc.weight": (size, len(config[TAP_KEY]) * config["target_hidden_size"])}
+    shapes |= {"hidden_norm.weight": (size,), "norm.weight": (size,)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= _block(config, f"layers.{i}.", size)
+        shapes |= {f"layers.{i}.self_attn.{name}_norm.weight": (head,) for name in "qk"}
+    return shapes, set()
+
+
+def dspark(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
+    """DFlash's, the two factors of the Markov term, and the confidence where there is one."""
+    shapes, optional = dflash(config)
+    size, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
+    shapes |= {f"markov_head.markov_w{i}.weight": (vocab, rank) for i in (1, 2)}
+    if config["enable_confidence_head"]:
+        inputs = size + rank if config["confidence_head_with_markov"] else size
+        shapes |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+    return shapes, optional
+
+
 LAYOUTS: dict[tuple[str, str], Layout] = {
     ("eagle3", "LlamaForCausalLMEagle3"): eagle3,
     ("mtp", "MiMoForCausalLM"): mimo_mtp,
@@ -233,4 +281,8 @@ LAYOUTS: dict[tuple[str, str], Layout] = {
     ("medusa", "MedusaModel"): medusa,
     ("eagle3", "Eagle3HydraDraft"): hydra,
     ("eagle3", "Eagle3MLPDraft"): recurrent_mlp,
+    ("dflash", "DFlashDraftModel"): dflash,
+    ("dflash", "DraftsmithDFlash"): dflash,
+    ("dspark", "Qwen3DSparkModel"): dspark,
+    ("dflash", "DraftsmithDSparkDFlash"): dspark,
 }

@@ -1,4 +1,4 @@
-"""The training attention of recurrent heads: causal over depth 0 plus one diagonal per further depth, documents isolated.
+"""The training attention of heads that draft from every row: causal over depth 0 plus one diagonal per further depth, documents isolated.
 
 Shape suffixes: T packed tokens, S documents, R rows with queries, Q rows of one document, N query heads, M key/value heads,
 G = N / M, H head size.
@@ -182,7 +182,7 @@ def _parts(rows: Rows, dtype: torch.dtype):
         yield here, [inner] + ([(slice(start, first), False, None)] if first > start else [])
 
 
-def _grouped(x: Tensor, group: int) -> Tensor:
+def grouped(x: Tensor, group: int) -> Tensor:
     """Keys [Q, M, H] as [M, G, Q, H], without a copy."""
     return x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
@@ -196,7 +196,7 @@ def _flash(q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple
         queries = q[here].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         found = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries, _grouped(k0[keys], group), _grouped(v0[keys], group), 0.0, causal, attn_mask=mask, scale=scale
+                queries, grouped(k0[keys], group), grouped(v0[keys], group), 0.0, causal, attn_mask=mask, scale=scale
             )
             for keys, causal, mask in parts
         ]
@@ -216,7 +216,7 @@ def _flash_backward(grad, q, k0, v0, out, lse, rows: Rows, scale: float) -> tupl
     for here, parts in _parts(rows, q.dtype):
         g, queries, o = (x[here].unflatten(1, (-1, group)).permute(1, 2, 0, 3) for x in (grad, q, out))
         for keys, causal, mask in parts:
-            k, v, total = _grouped(k0[keys], group), _grouped(v0[keys], group), lse[here].permute(1, 2, 0)
+            k, v, total = grouped(k0[keys], group), grouped(v0[keys], group), lse[here].permute(1, 2, 0)
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 g, queries, k, v, o, total, 0.0, causal, attn_mask=mask, scale=scale
             )

@@ -33,9 +33,8 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The target's own parameters that a head reads and never trains: input embedding and output projection (the same tensor
-    where the target ties them). A plain attribute of the head, so that no optimizer, checkpoint, ZeRO partition or dtype
-    cast ever sees them."""
+    """The target's own parameters that a head reads and never trains: input embedding and output projection (one tensor where they
+    are tied). A plain attribute of the head, so that no optimizer, checkpoint, ZeRO partition or dtype cast ever sees them."""
 
     embed_VD: Tensor
     lm_head_VD: Tensor
@@ -83,6 +82,8 @@ class DraftHead(nn.Module):
     needs_last: Literal["none", "supervised", "all"] = "none"  # where the post-final-norm state is read
     depths: int
     depth_weights: tuple[float, ...]  # weight of each depth's mean loss
+    contiguous: bool = False  # a depth of an anchor counts only where the tokens of all depths before it are supervised too
+    self_labelled: bool = False  # the loss holds labels or weights made of the head's own output, constants to its gradient
     draft_vocab_size: int | None = None  # size of the reduced vocabulary; None: it drafts the target's whole one
     target: TargetSpec
     frozen: Frozen
@@ -115,6 +116,5 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def serving(self, k: int) -> dict[str, Any]:
-        """The --speculative-config JSON that serves the export with k drafts, without `model`; `target_hf_overrides`, where
-        present, is to be passed as --hf-overrides of the target instead."""
+        """The --speculative-config JSON for k drafts, without `model`; `target_hf_overrides` in it are --hf-overrides of the target."""
         raise NotImplementedError

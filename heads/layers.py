@@ -1,6 +1,6 @@
 """Building blocks of draft heads, named as in Llama-family checkpoints so that export is mostly the identity.
 
-Shape suffixes: T packed tokens, R rows of them, D hidden, N query heads, H head size.
+Shape suffixes: T packed tokens, R rows of them (of block heads: slots), D hidden, N query heads, M key/value heads, H head size.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues, Rows, causal_diagonal
 from heads.base import TargetSpec
+from heads.block_attention import Blocks, block_attention
+
+Angles = tuple[Tensor, Tensor]  # cos, sin [*, H/2] of rotary embedding
+Pair = tuple[Tensor, Tensor]  # keys, values [*, M, H]
 
 
 class RMSNorm(nn.Module):
@@ -152,4 +156,38 @@ class Block(nn.Module):
         rows = rows_at(docs, cache, last)
         residual = x if cache.keys else rows.of(x)
         h = residual + self.self_attn(self.input_layernorm(x), docs, cache, rows)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class BlockAttention(Attention):
+    """Attention of the slots of draft blocks (heads/block.py), with a norm on each head's q and k, as in Qwen3."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__(spec, spec.hidden_size)
+        self.q_norm, self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps), RMSNorm(spec.head_dim, spec.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, angles: Angles) -> Pair:
+        k, v = (proj(x).unflatten(1, (-1, self.spec.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k), *angles), v
+
+    def forward(self, x: Tensor, context: Pair, blocks: Blocks, angles: Angles) -> Tensor:  # type: ignore[override]
+        """x [R, D]; context: `keys_values` of what the blocks read, for the whole pack. Returns [R, D]."""
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(1, (-1, self.spec.head_dim))), *angles)
+        mixed = block_attention(q, self.keys_values(x, angles), context, blocks, self.spec.head_dim**-0.5)
+        return self.o_proj(mixed.flatten(1))
+
+
+class BlockLayer(nn.Module):
+    """Pre-norm decoder layer of the slots of draft blocks."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = BlockAttention(spec)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
+
+    def forward(self, x: Tensor, context: Pair, blocks: Blocks, angles: Angles) -> Tensor:
+        """See BlockAttention.forward."""
+        h = x + self.self_attn(self.input_layernorm(x), context, blocks, angles)
         return h + self.mlp(self.post_attention_layernorm(h))

@@ -19,7 +19,8 @@ from heads.attention import Documents, KeyValues
 from heads.base import Batch, DraftHead, Export, Frozen, LossOut, TargetSpec
 from heads.eagle3 import llama_config
 from heads.layers import Block, RMSNorm
-from heads.losses import Labels, fused_loss, hits
+from heads.losses import Labels, fused_loss
+from heads.metrics import hits
 from heads.objectives import parse, reads_target
 
 INIT_STD = 0.02  # of the embedding, as Llama's: it is the lm_head too where they are tied

@@ -1,6 +1,7 @@
 """Losses over a frozen or trained lm_head, chunked over label positions; the teacher is computed once for all depths.
 
-Shape suffixes: T packed tokens, R rows that the head worked out, L label positions, D hidden, V vocab, U draft vocab, K depths.
+Shape suffixes: T packed tokens, R rows that the head worked out, L label positions, D hidden, V vocab, U draft vocab, K depths,
+E rank of a low-rank term.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ class Labels:
     weight_KL: Tensor | None = None
 
 
+@dataclass
+class LowRank:
+    """A trained term e W^T of the logits beside the lm_head's. rows_KRE: per depth e [R, E]; weight_UE: W."""
+
+    rows_KRE: list[Tensor]
+    weight_UE: Tensor
+
+
+Products = list[tuple[Tensor, Tensor]]  # (rows [L, *], weight [U, *]): the logits are the sum of rows @ weight^T
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -52,11 +64,18 @@ class _Scratch:
             negentropy_L[part] = self._dot(p, z) - _logsumexp(z, p)
         return self.p_LU[: len(last_LD)], negentropy_L
 
-    def text_losses(self, x_LD: Tensor, head_UD: Tensor, y_L: Tensor, weight: float) -> Row:
-        """row_losses of cross-entropy to the text alone, which needs no target: in as few passes as it takes."""
+    def _logits(self, products: Products) -> Tensor:
+        (x_LD, head_UD), *terms = products
         logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
-        loss_L = self.p_LU.new_empty(len(x_LD))
-        for part in self._parts(len(x_LD)):
+        for rows, weight in terms:
+            logits_LU.addmm_(rows, weight.T)
+        return logits_LU
+
+    def text_losses(self, products: Products, y_L: Tensor, weight: float) -> Row:
+        """row_losses of cross-entropy to the text alone, which needs no target: in as few passes as it takes."""
+        logits_LU = self._logits(products)
+        loss_L = self.p_LU.new_empty(len(logits_LU))
+        for part in self._parts(len(logits_LU)):
             z, y_L1 = _wide(logits_LU[part]), y_L[part].clamp(min=0)[:, None]
             there_L = weight * (y_L[part] >= 0).to(z.dtype)
             q = torch.softmax(z, -1, out=self._slice_LU[: len(z)])
@@ -64,24 +83,35 @@ class _Scratch:
             logits_LU[part] = q.scatter_add_(1, y_L1, torch.full_like(y_L1, -1, dtype=q.dtype)).mul_(there_L[:, None])
         return loss_L, logits_LU
 
-    def row_losses(self, x_LD: Tensor, head_UD: Tensor, p_LU: Tensor, negentropy_L: Tensor, y_L: Tensor, loss: Mapping[str, float]) -> Row:
-        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for p, y and loss."""
-        logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
-        loss_L = p_LU.new_empty(len(x_LD))
-        for part in self._parts(len(x_LD)):
+    def row_losses(
+        self, products: Products, p_LU: Tensor, negentropy_L: Tensor, y_L: Tensor, loss: Mapping[str, float], accepted_L: Tensor | None
+    ) -> Row:
+        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for p, y and loss.
+        accepted_L, where given, receives sum min(p, q)."""
+        logits_LU = self._logits(products)
+        loss_L = p_LU.new_empty(len(logits_LU))
+        for part in self._parts(len(logits_LU)):
             z, p = _wide(logits_LU[part]), p_LU[part]
             if loss.keys() == {"kl"}:  # the usual one, in as few passes as it takes
                 cross_L = self._dot(p, z)
                 q = torch.softmax(z, -1, out=self._slice_LU[: len(z)])
                 loss_L[part] = loss["kl"] * (negentropy_L[part] - cross_L + _logsumexp(z, q))
+                self._accept(p, q, accepted_L, part)
                 logits_LU[part] = q.sub_(p).mul_(loss["kl"])
             else:
                 log_q = z.log_softmax(-1)
-                loss_L[part], logits_LU[part] = mixture(loss, p, log_q.exp(), log_q, y_L[part])
+                q = log_q.exp()
+                self._accept(p, q, accepted_L, part)
+                loss_L[part], logits_LU[part] = mixture(loss, p, q, log_q, y_L[part])
         return loss_L, logits_LU
 
     def _parts(self, rows: int) -> Iterator[slice]:
         return (slice(i, min(i + self.step, rows)) for i in range(0, rows, self.step))
+
+    @staticmethod
+    def _accept(p_LU: Tensor, q_LU: Tensor, accepted_L: Tensor | None, part: slice) -> None:
+        if accepted_L is not None:
+            accepted_L[part] = torch.minimum(p_LU, q_LU).sum(-1)
 
     def _dot(self, p_LU: Tensor, z_LU: Tensor) -> Tensor:
         return torch.mul(p_LU, z_LU, out=self._slice_LU[: len(z_LU)]).sum(-1)
@@ -94,48 +124,61 @@ def _logsumexp(z_LU: Tensor, softmax_LU: Tensor) -> Tensor:
 
 class _FusedLoss(torch.autograd.Function):
     """Sums of row losses per depth without ever holding [T, U] for more than one chunk of one depth. The gradients are worked out
-    with the values, while a chunk's logits are there; so the depths' weights must be known before."""
+    with the values, while a chunk's logits are there; so the depths' weights must be known before.
+
+    tensors: the weights of the products that the logits are the sum of, the lm_head's first, then the rows of each, depth by depth."""
 
     @staticmethod
-    def forward(ctx, head_UD, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, *x_KRD):  # type: ignore[override]
-        loss_K = torch.zeros(len(x_KRD), dtype=torch.float32, device=head_UD.device)
-        head_grad = torch.zeros_like(head_UD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        grads = [torch.zeros_like(x) if needed else None for x, needed in zip(x_KRD, ctx.needs_input_grad[7:], strict=True)]
-        scratch = _Scratch(min(chunk, len(labels.position_L)), head_UD, with_teacher=last_TD is not None)
+    def forward(ctx, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, accepted_KR, *tensors):  # type: ignore[override]
+        count = len(tensors) // (len(weight_K) + 1)  # of products
+        weights, rows_KR = tensors[:count], [tensors[i : i + count] for i in range(count, len(tensors), count)]
+        loss_K = torch.zeros(len(rows_KR), dtype=torch.float32, device=weights[0].device)
+        needed = ctx.needs_input_grad[7:]
+        grads = [torch.zeros_like(w, dtype=torch.float32) if need else None for w, need in zip(weights, needed, strict=False)]
+        grads += [torch.zeros_like(x) if need else None for x, need in zip(tensors[count:], needed[count:], strict=True)]
+        scratch = _Scratch(min(chunk, len(labels.position_L)), weights[0], with_teacher=last_TD is not None)
         for i in range(0, len(labels.position_L), chunk):
             here = slice(i, i + chunk)
             teacher = None if last_TD is None else scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
-            for k, x_RD in enumerate(x_KRD):
+            for k, given_rows in enumerate(rows_KR):
                 valid = labels.row_KL[k, here] >= 0
                 full, rows = bool(valid.all()), labels.row_KL[k, here][valid]
-                x_LD, grad, y_L = x_RD[rows], grads[k], labels.token_L[here][valid]
+                products, y_L = [(x[rows], w) for x, w in zip(given_rows, weights, strict=True)], labels.token_L[here][valid]
                 if teacher is None:
-                    loss_L, dlogits = scratch.text_losses(x_LD, head_UD, y_L, loss["ce"])
+                    loss_L, dlogits = scratch.text_losses(products, y_L, loss["ce"])
                 else:
-                    p, negentropy = teacher if full else (given[valid] for given in teacher)
-                    loss_L, dlogits = scratch.row_losses(x_LD, head_UD, p, negentropy, y_L, loss)
+                    p, negentropy = teacher if full else (x[valid] for x in teacher)
+                    accepted_L = None if accepted_KR is None else p.new_empty(len(rows))
+                    loss_L, dlogits = scratch.row_losses(products, p, negentropy, y_L, loss, accepted_L)
+                    if accepted_KR is not None and accepted_L is not None:
+                        accepted_KR[k, rows] = accepted_L
                 scale = weight_K[k].to(loss_L.dtype)
                 if labels.weight_KL is not None:
                     scale = scale * labels.weight_KL[k, here][valid]
                     loss_L = loss_L * labels.weight_KL[k, here][valid]
                 loss_K[k] += loss_L.sum()
-                if scale.dim():
-                    scale = scale[:, None]
-                if grad is not None:
-                    grad[rows] = (dlogits @ head_UD).mul_(scale.to(grad.dtype))
-                if head_grad is not None:
-                    _add_product(head_grad, dlogits, x_LD * scale.to(x_LD.dtype))
-        ctx.with_head, ctx.with_x = head_grad is not None, [grad is not None for grad in grads]
-        ctx.save_for_backward(*(x for x in (head_grad, *grads) if x is not None))
-        ctx.dtype = head_UD.dtype
+                _add_gradients(products, dlogits, scale[:, None] if scale.dim() else scale, rows, grads[:count], grads[count * (k + 1) :])
+        ctx.there, ctx.dtype = [grad is not None for grad in grads], weights[0].dtype
+        ctx.save_for_backward(*(x for x in grads if x is not None))
         ctx.mark_non_differentiable(loss_K)
         return (loss_K * weight_K).sum(), loss_K
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _):  # type: ignore[override]
         saved = [(x.float() * grad_total).to(ctx.dtype) for x in ctx.saved_tensors]
-        head_grad = saved.pop(0) if ctx.with_head else None
-        return head_grad, None, None, None, None, None, None, *(saved.pop(0) if there else None for there in ctx.with_x)
+        return *[None] * 7, *(saved.pop(0) if there else None for there in ctx.there)
+
+
+Gradients = list[Tensor | None]
+
+
+def _add_gradients(products: Products, dlogits_LU: Tensor, scale: Tensor, rows: Tensor, weights: Gradients, inputs: Gradients) -> None:
+    """Of one depth's rows: written into `inputs` at `rows`, added to `weights`, where there is one."""
+    for (x, weight), of_x, of_weight in zip(products, inputs, weights, strict=False):
+        if of_x is not None:
+            of_x[rows] = (dlogits_LU @ weight).mul_(scale.to(of_x.dtype))
+        if of_weight is not None:
+            _add_product(of_weight, dlogits_LU, x * scale.to(x.dtype))
 
 
 def _add_product(total_UD: Tensor, dlogits_LU: Tensor, x_LD: Tensor) -> None:
@@ -155,41 +198,33 @@ def fused_loss(  # noqa: PLR0913
     weight_K: Tensor,
     loss: Mapping[str, float],
     chunk: int,
+    term: LowRank | None = None,
+    accepted_KR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixture `loss` of heads.objectives, summed over rows; target and head both over the draft vocabulary.
 
     x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
     teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states;
-    None where the loss does not read the target. The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. Returns
-    the sum over depths of weight_K times the sums, which carries the gradient, and the sums, float32 [K], which do not.
+    None where the loss does not read the target. The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. term:
+    added to the logits. accepted_KR [K, R], where given, receives the chance sum min(p, q) that a draft sampled from a row is accepted,
+    for rows that have a label. Returns the sum over depths of weight_K times the sums, which carries the gradient, and the sums,
+    float32 [K], which do not.
     """
-    assert last_TD is not None or not reads_target(loss)
-    return _FusedLoss.apply(head_UD, teacher_UD, last_TD, labels, weight_K, loss, chunk, *x_KRD)
+    assert last_TD is not None or not (reads_target(loss) or accepted_KR is not None)
+    if term is None:
+        tensors = [head_UD, *x_KRD]
+    else:
+        tensors = [head_UD, term.weight_UE, *(x for pair in zip(x_KRD, term.rows_KRE, strict=True) for x in pair)]
+    return _FusedLoss.apply(teacher_UD, last_TD, labels, weight_K, loss, chunk, accepted_KR, *tensors)
 
 
 @torch.no_grad()
-def hits(  # noqa: PLR0913
-    x_KRD: list[Tensor],
-    head_UD: Tensor,
-    draft_ids_U: Tensor | None,
-    lm_head_VD: Tensor,
-    last_TD: Tensor | None,
-    labels: Labels,
-    chunk: int,
-) -> Tensor:
-    """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool. Without the target's states
-    (last_TD None): whether it is the text's own token.
-
-    A token that the draft vocabulary lacks can never be hit, as in the engine.
-    """
-    hit_KR = torch.zeros(len(x_KRD), len(x_KRD[0]), dtype=torch.bool, device=head_UD.device)
-    for i in range(0, len(labels.position_L), chunk):
-        here = slice(i, i + chunk)
-        best_L = labels.token_L[here] if last_TD is None else (last_TD[labels.position_L[here]] @ lm_head_VD.T).argmax(-1)
-        ids_U = None if last_TD is None else draft_ids_U  # labels are indices into the draft vocabulary already
-        for k, x_RD in enumerate(x_KRD):
-            rows = labels.row_KL[k, i : i + chunk]
-            valid = rows >= 0
-            choice = (x_RD[rows[valid]] @ head_UD.T).argmax(-1)
-            hit_KR[k, rows[valid]] = (choice if ids_U is None else ids_U[choice]) == best_L[valid]
-    return hit_KR
+def log_likelihood(x_KRD: list[Tensor], head_UD: Tensor, labels: Labels, chunk: int) -> Tensor:
+    """log q of the text's own token at every row that has a label, 0 at the others: [K, R], at least float32."""
+    found_KR = _wide(head_UD.new_zeros(len(x_KRD), len(x_KRD[0])))
+    for k, x_RD in enumerate(x_KRD):
+        there = labels.row_KL[k] >= 0
+        for rows, token_L in zip(labels.row_KL[k][there].split(chunk), labels.token_L[there].split(chunk), strict=True):
+            log_q = _wide(x_RD[rows] @ head_UD.T).log_softmax(-1)
+            found_KR[k, rows] = log_q.gather(1, token_L[:, None]).squeeze(1)
+    return found_KR

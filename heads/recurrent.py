@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec
-from heads.losses import Labels, fused_loss, hits
+from heads.losses import Labels, fused_loss
+from heads.metrics import hits
 from heads.objectives import parse
 
 

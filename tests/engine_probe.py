@@ -42,7 +42,7 @@ def run(case: dict) -> dict:
 
     def recorded_logits(*args, **kwargs):
         out = compute_logits(*args, **kwargs)
-        logits.extend(x.clone() for x in (out if isinstance(out, list) else [out]))  # one depth a call, or all of them
+        logits.extend(x.clone() for x in (out if isinstance(out, list) else [out]))  # depth by depth, or all
         return out
 
     def recorded_propose(self, scheduler_output, sampled, *args, **kwargs):

@@ -48,14 +48,17 @@ def test_shapes_counts_and_metrics(head):
 
 
 def test_counts_follow_the_shifted_mask(head):
-    """Depth k of row t is supervised iff x_{t+2+k} is, inside the document: the mask moves with the labels."""
+    """Depth k of row t is supervised iff x_{t+2+k} is, inside the document: the mask moves with the labels. For heads that count
+    depths up to the first gap, x_{t+2}, .., x_{t+1+k} must be too."""
     batch = batch_of(head)
+    batch.loss_mask_T[6] = False  # a gap in an answer
     expected = torch.zeros(head.depths, dtype=torch.long)
     for i in range(len(batch.offsets_S1) - 1):
         mask = document(batch, i).loss_mask_T
         for k in range(head.depths):
-            expected[k] += mask[2 + k :].sum()
-    assert torch.equal(head.count(batch), expected)
+            for t in range(len(mask) - 2 - k):
+                expected[k] += mask[t + 2 : t + 3 + k].all() if head.contiguous else mask[t + 2 + k]
+    assert torch.equal(head.count(batch), expected) and torch.equal(head.loss(batch).count_K, expected)
 
 
 def test_training_measures_what_evaluation_does(head):
@@ -168,6 +171,8 @@ def test_every_parameter_learns_and_frozen_parts_do_not(head):
 
 def test_gradient_is_that_of_the_loss(head):
     """Directional derivative against a finite difference, in float64: covers the hand-written backwards."""
+    if head.self_labelled:
+        pytest.skip("what its gradient takes as constants moves with the parameters: held against autograd in the head's own tests")
     batch = batch_of(head)
     torch.manual_seed(3)
     directions = [torch.randn_like(p) for p in head.parameters()]
@@ -192,12 +197,12 @@ def test_training_and_drafting_agree(head):
         drafts, _ = head.propose(batch, K)
         batch.token_ids_T[t + 2 + k] = drafts[t, k]
     head.eval()
-    # A teacher that is certain of the drafted token, and the only label there: depth k of row t must hit it.
+    # A teacher that is certain of the drafted token, and the only label of depth k: row t must hit it.
     certain = torch.linalg.pinv(head.frozen.lm_head_VD)[:, drafts[t]].T * 50
     for k in range(K):
         one = copied(batch)
         one.loss_mask_T[:] = False
-        one.loss_mask_T[t + 2 + k] = True
+        one.loss_mask_T[t + 2 if head.contiguous else t + 2 + k : t + 3 + k] = True
         if one.last_TD is not None:  # else the text's own token is what must be hit
             one.last_TD[t + 1 + k] = certain[k]  # read as a teacher alone: row t and those before it see no later state
         value, count = head.loss(one).metrics["hit"]

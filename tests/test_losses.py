@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads.losses import Labels, fused_loss, hits
+from heads.losses import Labels, fused_loss
+from heads.metrics import hits
 from heads.objectives import OBJECTIVES, parse
 
 T, D, V, K = 23, 8, 37, 3

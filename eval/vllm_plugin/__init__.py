@@ -1,9 +1,13 @@
 """Engine-side classes for heads that stock vLLM (0.32) does not load, as a vLLM plug-in (entry point `vllm.general_plugins` in
 pyproject.toml). Nothing of vLLM is patched; an export's config.json names the class."""
 
-DRAFTS = {  # vLLM prefixes an architecture of method eagle3 that does not begin with Eagle3
+# vLLM renames an architecture of method eagle3 that does not begin with Eagle3, and one of method dflash that neither begins nor ends
+# with DFlash.
+DRAFTS = {
     "Eagle3HydraDraft": "eval.vllm_plugin.drafts:HydraDraft",
     "Eagle3MLPDraft": "eval.vllm_plugin.drafts:MLPDraft",
+    "DraftsmithDFlash": "eval.vllm_plugin.dflash:DFlash",
+    "DraftsmithDSparkDFlash": "eval.vllm_plugin.dflash:DSpark",
 }
 
 
