@@ -25,11 +25,16 @@ from eval.export import export_head
 from heads import build
 from heads.attention import Documents
 from heads.base import Batch
+from heads.block import BlockHead
+from heads.dflash import DFlash
+from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
 from heads.mtp import MTP as MultiTokenPrediction
 
 EAGLE3 = {"_target_": "heads.eagle3.Eagle3", "taps": [0, 1, 2]}
 MTP = {"_target_": "heads.mtp.MTP"}
+DFLASH = {"_target_": "heads.dflash.DFlash", "taps": [0, 1, 2], "mask_token_id": 5}
+DSPARK = {"_target_": "heads.dspark.DSpark", "taps": [1, 2], "mask_token_id": 5, "markov_rank": 8, "plugin": True}
 TOGETHER = {
     "eagle3": EAGLE3,
     "eagle3.1_reduced_two_taps": EAGLE3 | {"taps": [1, 2], "fc_norm": True, "norm_output": True, "draft_vocab_size": 200},
@@ -39,6 +44,10 @@ TOGETHER = {
     "eagle3_no_taps": EAGLE3 | {"taps": []},
     "mtp": MTP,
     "mtp_without_norms": MTP | {"norms": False},
+    "dflash_one_layer": DFLASH | {"num_layers": 1},  # vLLM's own class: with more layers it is wrong on a CPU
+    "dflash_three_layers_causal": DFLASH | {"num_layers": 3, "causal": True, "taps": [1, 2], "plugin": True},
+    "dspark": DSPARK,
+    "dspark_causal_without_confidence": DSPARK | {"causal": True, "num_layers": 1, "confidence_weight": 0.0},
 }
 ALONE = {
     "eagle3_reduced": EAGLE3 | {"draft_vocab_size": 200},
@@ -51,7 +60,10 @@ ALONE = {
     "eagle3_two_layers": EAGLE3 | {"num_layers": 2},
     "eagle3_two_taps": EAGLE3 | {"taps": [1, 2]},
     "eagle3_one_tap": EAGLE3 | {"taps": [2]},
+    "dflash_five_layers": DFLASH | {"num_layers": 5, "plugin": True},
+    "dflash_causal": DFLASH | {"num_layers": 1, "causal": True},
 }
+GPU_ONLY = {DSpark: ("plugin", "sample_from_anchor")}  # one side of these is served by vLLM's V2 runner alone, which needs a GPU
 PROMPT = [(7 * i * i + 3 * i) % 509 for i in range(11)]
 LENGTH = 40
 
@@ -73,7 +85,7 @@ def random_head(conf: dict, target_dir: Path):
     torch.manual_seed(0)
     head = build(conf, spec(target_dir))
     parts = frozen(target_dir, torch.float32, "cpu")
-    if head.draft_ids_U is not None:
+    if head.draft_vocab_size is not None:
         head.set_draft_vocab(torch.randperm(spec(target_dir).vocab_size)[: len(head.draft_ids_U)].sort().values)
     for p in head.parameters():
         torch.nn.init.normal_(p, mean=0.0 if p.dim() > 1 else 1.0, std=0.15)
@@ -85,6 +97,10 @@ def random_head(conf: dict, target_dir: Path):
 def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
     """Logits [K, V] of anchor `row`, feeding the engine's own drafts; -inf outside the draft vocabulary."""
     docs = Documents(batch.offsets_S1, torch.device("cpu"))
+    if isinstance(head, BlockHead):
+        anchor, place = batch.token_ids_T[row + 1 : row + 2], torch.tensor([row + 1])
+        outputs = head.run(head.context(batch, docs), anchor, place, torch.zeros_like(place), len(drafts))
+        return torch.cat([head.logits(x, torch.tensor([token])) for x, token in zip(outputs, [int(anchor), *drafts], strict=False)])
     index, _ = docs.shifted(1)
     tokens, state, caches, out = batch.token_ids_T[index], head.first_state(batch), head.caches(), []
     for token in drafts:
@@ -174,9 +190,11 @@ def test_every_head_conf_has_a_case():
 
 
 def test_every_switch_is_on_in_one_case_and_off_in_another():
-    for cls in (Eagle3, MultiTokenPrediction):
+    for cls in (Eagle3, MultiTokenPrediction, DFlash, DSpark):
         cases = [c for c in TOGETHER.values() if c["_target_"].endswith(f".{cls.__name__}")]
         switches = {k: p.default for k, p in inspect.signature(cls.__init__).parameters.items() if isinstance(p.default, bool)}
+        for key in GPU_ONLY.get(cls, ()):
+            del switches[key]
         assert switches
         for key, default in switches.items():
             assert {c.get(key, default) for c in cases} == {True, False}, key
