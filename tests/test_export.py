@@ -22,6 +22,8 @@ REDUCED = EAGLE3 | {"draft_vocab_size": 200}
 MTP = {"_target_": "heads.mtp.MTP"}
 NO_NORMS = MTP | {"norms": False}
 PARALLEL = {"_target_": "heads.peagle.PEagle", "taps": [0, 1, 2], "mask_token_id": 5}
+DFLASH = {"_target_": "heads.dflash.DFlash", "taps": [0, 2], "mask_token_id": 5}
+DSPARK = {"_target_": "heads.dspark.DSpark", "taps": [1, 2], "mask_token_id": 5, "markov_rank": 8}
 HEADS = {
     "eagle3": EAGLE3,
     "reduced": REDUCED,
@@ -31,6 +33,10 @@ HEADS = {
     "features": {"_target_": "heads.eagle.Eagle"},
     "parallel": PARALLEL,
     "parallel_reduced": PARALLEL | {"taps": [2], "num_layers": 2, "draft_vocab_size": 200},
+    "dflash": DFLASH,
+    "dflash_plugin": DFLASH | {"plugin": True, "num_layers": 1},
+    "dspark": DSPARK | {"sample_from_anchor": True},
+    "dspark_plugin": DSPARK | {"plugin": True, "confidence_weight": 0.0},
 }
 
 
@@ -42,7 +48,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(conf: dict[str, Any], target_dir: Path):
     torch.manual_seed(0)
     head = build(conf, spec(target_dir))
-    if head.get_buffer("draft_ids_U") is not None:
+    if head.draft_vocab_size is not None:
         head.set_draft_vocab(torch.arange(10, 410, 2))
     return head
 
@@ -146,6 +152,10 @@ def setting(**values: Any) -> Edit:
     return lambda config, tensors: config.update(values)
 
 
+def inner(**values: Any) -> Edit:
+    return lambda config, tensors: config["dflash_config"].update(values)
+
+
 def no_taps(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     del config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
 
@@ -185,6 +195,18 @@ FAULTS: dict[str, tuple[dict[str, Any], Edit, str]] = {
     "mask token lost": (PARALLEL, unset("ptd_token_id"), "parallel_drafting True and the config no mask token"),
     "mask token that has no row": (PARALLEL, setting(ptd_token_id=512), "ptd_token_id is 512, no row of the embedding"),
     "mask token where none belongs": (EAGLE3, setting(ptd_token_id=5), "parallel_drafting False and the config ptd_token_id"),
+    "mask token of a block lost": (DFLASH, inner(mask_token_id=None), "dflash_config.mask_token_id is not set"),
+    "mask token of a block without a row": (DFLASH, inner(mask_token_id=512), "mask_token_id 512 has no row"),
+    "direction of attention lost": (DFLASH, inner(causal=None), "dflash_config.causal is not set"),
+    "another key that says causal": (DFLASH, setting(is_causal=True), "is_causal is set and overrules"),
+    "layer ids off by one": (DFLASH, inner(target_layer_ids=[0, 2]), "disagree"),
+    "slot convention lost": (DSPARK, unset("sample_from_anchor"), "sample_from_anchor is not set"),
+    "slot convention of another method": (DFLASH, setting(sample_from_anchor=True), "sample_from_anchor is true"),
+    "slot convention where dspark refuses it": (HEADS["dspark"], inner(sample_from_anchor=True), "sample_from_anchor is true"),
+    "norm of a head's keys lost": (DFLASH, drop("layers.1.self_attn.k_norm.weight"), "missing tensor layers.1.self_attn.k_norm"),
+    "Markov term of another rank": (DSPARK, setting(markov_rank=9), "markov_w1.weight has shape"),
+    "half a confidence": (DSPARK, drop("confidence_head.proj.bias"), "missing tensor confidence_head.proj.bias"),
+    "narrower block than is drafted": (DFLASH, setting(block_size=3), "num_speculative_tokens is 3, the head has 2 depths"),
     "unknown architecture": (MTP, setting(architectures=["FooForCausalLM"]), "FooForCausalLM .* knows LlamaForCausalLMEagle3"),
 }
 
