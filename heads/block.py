@@ -29,6 +29,7 @@ from heads.layers import BlockLayer, Pair, RMSNorm, rope_tables
 from heads.losses import Labels, LowRank, fused_loss
 from heads.metrics import hits, rates
 from heads.objectives import parse
+from heads.parallel import check_mask_token
 
 
 class BlockHead(DraftHead):
@@ -63,12 +64,11 @@ class BlockHead(DraftHead):
             raise ValueError(f"head.block_size={block_size}: must leave a slot that predicts, besides the anchor's own")
         if anchors < 1 or loss_chunk < 1:
             raise ValueError(f"head.anchors and head.loss_chunk must be at least 1, not {anchors} and {loss_chunk}")
-        if not 0 <= mask_token_id < target.vocab_size:
-            raise ValueError(f"head.mask_token_id={mask_token_id}: must have a row in the target's embedding: 0..{target.vocab_size - 1}")
         if not 0 < gamma < math.inf:
             raise ValueError(f"head.gamma must be positive and finite, not {gamma}")
         self.target, self.taps, self.block_size, self.anchors, self.loss_chunk = target, tuple(taps), block_size, anchors, loss_chunk
-        self.mask_token_id, self.causal, self.sample_from_anchor = mask_token_id, causal, sample_from_anchor
+        self.mask_token_id = check_mask_token(mask_token_id, target)
+        self.causal, self.sample_from_anchor = causal, sample_from_anchor
         self.first = 0 if sample_from_anchor else 1  # slot of depth 0
         self.depths = block_size - self.first
         self.depth_weights = tuple(math.exp(-k / gamma) for k in range(self.depths))

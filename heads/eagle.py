@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.base import TargetSpec
+from heads.base import Batch, TargetSpec
 from heads.losses import Labels
 from heads.mtp import MTP
 
@@ -44,14 +44,15 @@ class Eagle(MTP):
             raise ValueError(f"head.feature_weight must be a number not below 0, not {feature_weight}")
         self.feature_weight = feature_weight
 
-    def more_loss(self, x_KRD: list[Tensor], last_TD: Tensor, labels: Labels) -> Tensor | None:
+    def more_loss(self, x_KRD: list[Tensor], batch: Batch, labels: Labels) -> Tensor | None:
         """feature_weight times the smooth L1 (beta 1) of each label's row from the state at the label's position, which is the state
         that predicts the label's token. The mean over D, so that its scale does not depend on the target's width; the sum over rows."""
         if not self.feature_weight:
             return None
+        assert batch.last_TD is not None
         sums = []
         for x_RD, row_L in zip(x_KRD, labels.row_KL, strict=True):
             there = row_L >= 0
-            x_LD, state_LD = x_RD[row_L[there]], last_TD[labels.position_L[there]]
+            x_LD, state_LD = x_RD[row_L[there]], batch.last_TD[labels.position_L[there]]
             sums.append(F.smooth_l1_loss(x_LD.float(), state_LD.float(), reduction="sum") / x_LD.shape[1])
         return self.feature_weight * torch.stack(sums)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from heads.attention import Documents
 from heads.base import Batch, Frozen, TargetSpec
+from heads.chain import ChainHead
 from heads.losses import Labels
-from heads.recurrent import ChainHead
 
 
 class ResidualBlock(nn.Module):

@@ -1,10 +1,9 @@
 """What the language models share that draft for a target of their own tokenizer: small, Llama-shaped, blind to the target's states.
 
 Row a reads token x_a, sits at position a and predicts x_{a+1}; its depth k predicts x_{a+1+k}. An engine asks row a once x_a is the last
-token it has: the contract's row t is row t + 1 here. No label falls to row 0, from which no engine drafts: it has a token of the answer by
-then, and a prompt before it.
+token it has: the contract's row t is row t + 1 here.
 
-Shape suffixes: T packed tokens, R rows of them that are needed, D hidden (the model's own), V vocab, K depths, L label positions.
+Shape suffixes: T packed tokens, R rows of them that are needed, D hidden (the model's own), V vocab.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
-from heads.base import Batch, DraftHead, Export, Frozen, LossOut, TargetSpec
+from heads.base import Batch, Export, Frozen, TargetSpec
+from heads.chain import ChainHead
 from heads.eagle3 import llama_config
 from heads.layers import Block, RMSNorm
-from heads.losses import Labels, fused_loss
-from heads.metrics import hits
-from heads.objectives import parse, reads_target
+from heads.objectives import reads_target
 
 INIT_STD = 0.02  # of the embedding, as Llama's: it is the lm_head too where they are tied
 
 
-class LanguageModel(DraftHead):
+class LanguageModel(ChainHead):
     """Subclasses give `outputs`, and in `fed` what the next depth of a draft reads. The embedding is the model's own and trained; it
     and the lm_head begin as the target's where they have its hidden size."""
+
+    ahead = 0
 
     def __init__(
         self,
@@ -44,10 +44,9 @@ class LanguageModel(DraftHead):
         loss: str,
         loss_chunk: int,
     ) -> None:
-        super().__init__()
-        self.mixture = parse(loss)
-        sizes = {"depths": depths, "num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
-        sizes |= {"num_kv_heads": num_kv_heads, "intermediate_size": intermediate_size, "loss_chunk": loss_chunk}
+        super().__init__(target=target, depths=depths, depth_decay=1.0, loss_chunk=loss_chunk, loss=loss)
+        sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
+        sizes |= {"num_kv_heads": num_kv_heads, "intermediate_size": intermediate_size}
         for key, value in sizes.items():
             if value < 1:
                 raise ValueError(f"head.{key} must be at least 1, not {value}")
@@ -55,8 +54,6 @@ class LanguageModel(DraftHead):
             raise ValueError(f"head.hidden_size must be head.num_heads={num_heads} heads of an even size, not {hidden_size}")
         if num_heads % num_kv_heads:
             raise ValueError(f"head.num_kv_heads must divide head.num_heads={num_heads}, not {num_kv_heads}")
-        self.target, self.depths, self.loss_chunk = target, depths, loss_chunk
-        self.depth_weights = (1.0,) * depths
         self.needs_last = "supervised" if reads_target(self.mixture) else "none"
         self.shape = dataclasses.replace(
             target,
@@ -81,8 +78,7 @@ class LanguageModel(DraftHead):
             if self.lm_head is not None:
                 self.lm_head.weight.copy_(frozen.lm_head_VD)
 
-    @property
-    def _head_VD(self) -> Tensor:
+    def head_rows(self, k: int) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def caches(self) -> list[KeyValues]:
@@ -96,72 +92,20 @@ class LanguageModel(DraftHead):
             h = layer(h, docs, cache, last=i == len(self.layers))
         return self.norm(h)
 
-    def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
-        """Per depth the inputs [R, D] of the lm_head. On return labels.row_KL says where among them each label's row lies; where
-        labels were left out, labels.weight_KL makes up for it."""
-        raise NotImplementedError
-
     def fed(self, drafts_T: Tensor) -> Tensor:
         """Tokens [T] that the next depth reads, given what this one drafts."""
         raise NotImplementedError
-
-    def labels(self, batch: Batch, docs: Documents) -> Labels:
-        """Label positions: row j predicts x_{j+1}, supervised where x_{j+1} is. Depth k of row a has the label of row a + k."""
-        index, inside = docs.shifted(1)
-        position_L = (batch.loss_mask_T[index] & inside).nonzero().squeeze(1)
-        depth_K1 = torch.arange(self.depths, device=position_L.device)[:, None]
-        inside_KL = docs.positions_T[position_L] >= 1 + depth_K1
-        return Labels(position_L, torch.where(inside_KL, position_L - depth_K1, -1), batch.token_ids_T[index][position_L])
-
-    def count(self, batch: Batch) -> Tensor:
-        docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
-        return (self.labels(batch, docs).row_KL >= 0).sum(1)
-
-    def loss(self, batch: Batch, weight_K: Tensor | None = None) -> LossOut:
-        """The mixture of losses at every supervised position, per depth; hits in evaluation mode."""
-        docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
-        labels = self.labels(batch, docs)
-        count_K = (labels.row_KL >= 0).sum(1)
-        x_KRD = self.outputs(batch, docs, labels)
-        last_TD = self._teacher_states(batch)
-        weight_K = torch.ones(self.depths, device=count_K.device) if weight_K is None else weight_K
-        lm_head_VD = self.frozen.lm_head_VD
-        total, loss_K = fused_loss(x_KRD, self._head_VD, lm_head_VD, last_TD, labels, weight_K, self.mixture, self.loss_chunk)
-        return LossOut(total, loss_K, count_K, {} if self.training else self._metrics(x_KRD, batch, docs, labels))
-
-    def _teacher_states(self, batch: Batch) -> Tensor | None:
-        """None where the loss does not ask for the target, also where the batch has its states: what is measured must not depend on
-        what else a store holds."""
-        if self.needs_last == "none":
-            return None
-        assert batch.last_TD is not None
-        return batch.last_TD
-
-    def _metrics(self, x_KRD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
-        """hit: share of positions whose first choice is the target's, or the text's own token where the loss asks for no target.
-        accept: share of anchors whose first k + 1 choices all are, over anchors that an engine can draft from."""
-        last_TD = self._teacher_states(batch)
-        hit_KR = hits(x_KRD, self._head_VD, None, self.frozen.lm_head_VD, last_TD, labels, self.loss_chunk)
-        valid_KR = torch.zeros_like(hit_KR)
-        for k, found in enumerate(labels.row_KL):
-            valid_KR[k, found[found >= 0]] = True
-        anchor_KR = valid_KR.cumprod(0).bool() & docs.needed.of(batch.loss_mask_T)
-        return {
-            "hit": (hit_KR.sum(1), valid_KR.sum(1)),
-            "accept": ((hit_KR.cumprod(0).bool() & anchor_KR).sum(1), anchor_KR.sum(1)),
-        }
 
     @torch.no_grad()
     def propose(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         index, _ = docs.shifted(1)
         tokens_T, caches, drafts, log_q = batch.token_ids_T, self.caches(), [], []
-        for _ in range(k):
-            parts = [x @ self._head_VD.T for x in self.run(tokens_T, docs, caches).split(self.loss_chunk)]
-            top, choice = zip(*(logits.float().log_softmax(-1).max(-1) for logits in parts), strict=True)
-            drafts.append(torch.cat(choice))
-            log_q.append(torch.cat(top))
-            tokens_T = self.fed(drafts[-1])
+        for i in range(k):
+            draft_T, score_T = self.choose(self.run(tokens_T, docs, caches), i)
+            drafts.append(draft_T)
+            log_q.append(score_T)
+            tokens_T = self.fed(draft_T)
         return torch.stack(drafts, 1)[index], torch.stack(log_q, 1)[index]
 
     def export(self) -> Export:

@@ -74,8 +74,8 @@ def test_exact_states_cost_nothing():
     batch = batch_of(head, (9, 5))
     labels = head.labels(batch, Documents(batch.offsets_S1, torch.device("cpu")))
     x_KRD = [batch.last_TD.roll(-1 - k, 0) for k in range(head.depths)]
-    assert torch.equal(head.more_loss(x_KRD, batch.last_TD, labels), torch.zeros(head.depths))
-    assert (head.more_loss([x.roll(1, 0) for x in x_KRD], batch.last_TD, labels) > 0).all()
+    assert torch.equal(head.more_loss(x_KRD, batch, labels), torch.zeros(head.depths))
+    assert (head.more_loss([x.roll(1, 0) for x in x_KRD], batch, labels) > 0).all()
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SPEC, batch_of, document, ready
 from safetensors.torch import load_file, save_file
+from test_parallel import kept
 from transformers import AutoModelForCausalLM
 
 from data.batch import Batches
@@ -143,20 +143,6 @@ def test_loss_and_gradients_equal_a_naive_loop(head):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def kept(head, batch, seed):
-    """(group, place of the anchor) -> weight of every label that training with this seed keeps."""
-    torch.manual_seed(seed)
-    docs = Documents(batch.offsets_S1, torch.device("cpu"))
-    labels = head.labels(batch, docs)
-    head._drop(batch, docs, labels)
-    found = {}
-    for k in range(head.depths):
-        for row, weight in zip(labels.row_KL[k].tolist(), labels.weight_KL[k].tolist(), strict=True):
-            if row >= 0:
-                found[k, row] = weight
-    return found
-
-
 @pytest.mark.parametrize("name", ["pard", "pard_untied_mixture"])
 def test_with_drops_loss_and_gradients_equal_a_naive_loop_over_what_is_kept(name):
     head = ready(CASES[name]).train()
@@ -172,35 +158,6 @@ def test_with_drops_loss_and_gradients_equal_a_naive_loop_over_what_is_kept(name
     assert torch.equal(out.count_K, head.count(batch)), "weights make up for what is dropped, so the count is that of all labels"
     for a, b in zip(gradients(head, out.total), gradients(head, expected.sum()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_drops_are_nested_exact_in_number_and_unbiased():
-    head = ready(PARD)
-    batch = batch_of(head, (30, 17))
-    batch.loss_mask_T[:] = True
-    everything = {(k, a) for k in range(4) for a in range(47) if a not in (0, 30) and a + 1 + k < (30 if a < 30 else 47)}
-    totals, draws = dict.fromkeys(everything, 0.0), 400
-    for seed in range(draws):
-        weights = kept(head, batch, seed)
-        assert weights.keys() <= everything
-        for start, anchors in ((1, 28), (31, 15)):  # those that have a label: from the second token to the last but one
-            for k in range(4):
-                share = math.ceil(max(0.6**k, 0.3) * anchors)
-                mine = {a for depth, a in weights if depth == k and start <= a < start + anchors}
-                assert len(mine) <= share and len(mine) >= share - k, "at most k of them lie too near the end for a label"
-                assert all(weights[k, a] == pytest.approx(anchors / share) for a in mine)
-                assert all((k - 1, a) in weights for a in mine) or k == 0, "a parent was dropped"
-        for key, weight in weights.items():
-            totals[key] += weight / draws
-    assert all(abs(mean - 1) < 0.5 for mean in totals.values()) and abs(sum(totals.values()) / len(totals) - 1) < 0.02
-    assert kept(head, batch, 1) != kept(head, batch, 2) and kept(head, batch, 1) == kept(head, batch, 1)
-
-
-def test_drops_depend_on_the_document_not_on_the_pack():
-    head = ready(PARD).train()
-    batch = batch_of(head, (12, 9, 15))
-    out, parts = head.loss(batch), [head.loss(document(batch, i)) for i in range(3)]
-    torch.testing.assert_close(out.loss_K, torch.stack([part.loss_K for part in parts]).sum(0))
 
 
 def test_nothing_kept_and_nothing_supervised_still_makes_a_loss():
@@ -223,7 +180,7 @@ def test_without_a_teacher_the_loss_is_the_same_cross_entropy():
     last, weight, lm_head = torch.randn(16, 64, dtype=torch.float64), torch.tensor([0.7]), head.frozen.lm_head_VD
     results = []
     for states in (last, None):
-        total, loss_K = fused_loss([x], head._head_VD, lm_head, states, labels, weight, {"ce": 0.3}, 4)
+        total, loss_K = fused_loss([x], head.head_rows(0), lm_head, states, labels, weight, {"ce": 0.3}, 4)
         results.append([total, loss_K, *torch.autograd.grad(total, [x, head.embed_tokens.weight], retain_graph=True)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
@@ -316,7 +273,7 @@ def test_an_export_is_an_ordinary_llama(name, target_dir, tmp_path):
     model, x = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval(), torch.arange(3, 14)
     docs = Documents(torch.tensor([0, 11]), torch.device("cpu"))
     with torch.no_grad():
-        torch.testing.assert_close(head.run(x, docs, head.caches()) @ head._head_VD.T, model(x[None]).logits[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(head.run(x, docs, head.caches()) @ head.head_rows(0).T, model(x[None]).logits[0], rtol=1e-4, atol=1e-5)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None, str]] = {

@@ -128,7 +128,7 @@ def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
     tokens, state, caches, out = batch.token_ids_T[index], head.first_state(batch), head.caches(), []
     for token in drafts:
         x, state = head.step(state, head.frozen.embed_VD[tokens], docs, caches)
-        logits = x[row] @ head._head_UD.T
+        logits = x[row] @ head.head_rows(0).T
         if head.draft_ids_U is not None:
             logits = torch.full((head.target.vocab_size,), float("-inf")).index_copy(0, head.draft_ids_U, logits)
         out.append(logits)
@@ -140,7 +140,7 @@ def lm_logits(head: LanguageModel, batch: Batch, docs: Documents, row: int, draf
     """The row of a language model that reads x_{row + 1}."""
     tokens, caches, out = batch.token_ids_T, head.caches(), []
     for token in drafts:
-        out.append(head.run(tokens, docs, caches)[row + 1] @ head._head_VD.T)
+        out.append(head.run(tokens, docs, caches)[row + 1] @ head.head_rows(0).T)
         tokens = head.fed(torch.full_like(tokens, token))
     return torch.stack(out)
 

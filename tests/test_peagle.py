@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SPEC, batch_of, document, ready
+from test_parallel import kept
 from test_recurrence import eagle3_forward, fused
 
 from heads import build
@@ -70,19 +71,13 @@ def test_loss_equals_a_naive_loop(pair):
     torch.testing.assert_close(head.loss(batch).loss_K.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def chances(head, keep, keep_min):
-    return [1.0] + [max(keep**k, keep_min) for k in range(1, head.depths)]
-
-
 def test_dropped_loss_and_gradient_equal_a_naive_loop(pair):
-    """One number an anchor decides all its depths; what is kept weighs 1 / chance, and reads the same rows as without drops."""
+    """What is kept reads the same rows as without drops."""
     head, batch = pair
     head.train()
-    torch.manual_seed(11)
-    drawn = torch.rand(16).tolist()
-    chance = chances(head, 0.7, 0.2)
+    weights = kept(head, batch, seed=11)
     w = dict(head.named_parameters())
-    expected = naive_loss(head, w, batch, lambda t, k: 1 / chance[k] if drawn[t] < chance[k] else 0.0)
+    expected = naive_loss(head, w, batch, lambda t, k: weights.get((k, t), 0.0))
     gradients = torch.autograd.grad(expected @ torch.arange(1.0, 5.0).double(), list(w.values()))
     torch.manual_seed(11)
     out = head.loss(batch, torch.arange(1.0, 5.0))
@@ -98,16 +93,10 @@ def test_only_rows_that_a_kept_label_needs_are_worked_out():
     head = ready(PEAGLE | {"depths": 6, "keep": 0.6, "keep_min": 0.3})
     batch = batch_of(head, (60, 50))
     batch.loss_mask_T[30:40] = False  # a user's turn in between
-    chance = chances(head, 0.6, 0.3)
-    torch.manual_seed(2)
-    drawn = torch.rand(110).tolist()
     rows = [set() for _ in range(6)]
-    for t in range(110):
-        end = 60 if t < 60 else 110
-        for k in range(6):
-            if t + 2 + k < end and batch.loss_mask_T[t + 2 + k] and drawn[t] < chance[k]:
-                for depth in range(k + 1):
-                    rows[depth].add(t)
+    for k, t in kept(head, batch, seed=2):
+        for depth in range(k + 1):
+            rows[depth].add(t)
     docs = Documents(batch.offsets_S1, torch.device("cpu"))
     torch.manual_seed(2)
     x_KRD = head.outputs(batch, docs, head.labels(batch, docs))
