@@ -10,6 +10,8 @@ Shape suffixes: L layers, T context rows, M key/value heads, H head size, B requ
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -22,10 +24,11 @@ def check_served(vllm_config: VllmConfig) -> int:
     speculative = vllm_config.speculative_config
     assert speculative is not None
     config, k = speculative.draft_model_config.hf_config, speculative.num_speculative_tokens
+    name = config.architectures[0]  # type: ignore[index]
     if speculative.method != "dflash":
-        raise ValueError(f"{config.architectures[0]} is served with method dflash, not {speculative.method}")
+        raise ValueError(f"{name} is served with method dflash, not {speculative.method}")
     if config.sample_from_anchor:
-        raise ValueError(f"{config.architectures[0]} takes no sample_from_anchor: method dflash lays out an anchor that predicts nothing")
+        raise ValueError(f"{name} takes no sample_from_anchor: method dflash lays out an anchor that predicts nothing")
     if k >= config.block_size:
         raise ValueError(f"num_speculative_tokens={k}: this head drafts up to {config.block_size - 1} tokens")
     return k
@@ -34,12 +37,13 @@ def check_served(vllm_config: VllmConfig) -> int:
 class LayerwiseNorm:
     """`_normalize_context_k` of a DFlash model, layer by layer."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
-    def __call__(self, k_LTMH: Tensor) -> Tensor:
+    def __call__(self, all_k: Tensor) -> Tensor:
+        """all_k [L, T, M, H]."""
         eps = self.model._rms_norm_eps
-        parts = zip(k_LTMH, self.model._k_norm_weights, strict=True)
+        parts = zip(all_k, self.model._k_norm_weights, strict=True)
         return torch.stack([nn.functional.rms_norm(k_TMH, k_TMH.shape[-1:], weight_H, eps) for k_TMH, weight_H in parts])
 
 

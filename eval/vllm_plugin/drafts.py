@@ -162,7 +162,7 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
         wanted = {name for name in parameters if not name.startswith("model.")}
         for name, tensor in weights:
             if name not in wanted:
-                raise ValueError(f"tensor {name} has no place in {self.config.architectures[0]}")
+                raise ValueError(f"tensor {name} has no place in this draft")
             parameter = parameters[name]
             getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
             loaded.add(name)
@@ -211,7 +211,8 @@ class HydraDraft(LastStateDraft):
         size = self.input_size
         filled = size + DIGITS * k
         earlier = state_TW[:, size:filled].long().unflatten(1, (k, DIGITS)).unbind(1) if k else ()
-        ids = [sum(digit << 8 * i for i, digit in enumerate(digits.unbind(1))) for digits in earlier] + [ids_T.long()]
+        zeros_T = torch.zeros_like(ids_T, dtype=torch.long)
+        ids = [sum((digit << 8 * i for i, digit in enumerate(digits.unbind(1))), zeros_T) for digits in earlier] + [ids_T.long()]
         embeds = self.model.embed_tokens(torch.stack(ids, 1))
         x = self.blocks[k](torch.cat([state_TW[:, :size], embeds.flatten(1)], -1))
         if k + 1 == self.depths:
