@@ -109,6 +109,7 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
 
     @property
     def distinct_heads(self) -> int:
+        """1: one lm_head serves all depths."""
         raise NotImplementedError
 
     def embed_input_ids(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -135,8 +136,10 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         x, step_T1 = hidden_states[:, :-1].contiguous(), hidden_states[:, -1:]
-        if self.distinct_heads == 1 or self.on_host:
-            return self.logits_processor(self.lm_head_of(self._depth(step_T1) if self.distinct_heads > 1 else 0), x)
+        if self.distinct_heads == 1:
+            return self.logits_processor(self.lm_head_of(0), x)
+        if self.on_host:
+            return self.logits_processor(self.lm_head_of(self._depth(step_T1)), x)
         found = [self.logits_processor(self.lm_head_of(k), x) for k in range(self.depths)]
         return None if found[0] is None else self._pick(found, step_T1)
 
