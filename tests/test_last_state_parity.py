@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, plugin_installed
+from conftest import plugin_installed
 from test_engine import config, prompts
 from test_parity import PROMPT, probed
 from test_serve import K, trained_run
@@ -18,9 +18,7 @@ from data.errors import UserError
 from data.target import frozen, spec
 from eval.chain import offline_report
 from eval.export import export_head
-from eval.layouts import LAYOUTS
 from eval.serve import evaluate
-from eval.vllm_plugin import DRAFTS
 from heads import build
 
 MEDUSA = {"_target_": "heads.medusa.Medusa"}
@@ -88,17 +86,6 @@ def test_logits_and_drafts_equal_vllms(fast, name):
 @pytest.mark.parametrize("name", SLOW)
 def test_each_switch(slow, name):
     check(slow, name)
-
-
-def test_every_class_of_the_plugin_is_checked_at_export_and_has_its_entry_point(tmp_path):
-    """Under a name that vLLM does not change: of method eagle3 those that begin so, of dflash those that begin or end so."""
-    served = [(method, architecture) for method, architecture in LAYOUTS if architecture in DRAFTS]
-    assert sorted(architecture for _, architecture in served) == sorted(DRAFTS)
-    kept = {"eagle3": lambda name: name.startswith("Eagle3"), "dflash": lambda name: name.startswith("DFlash") or name.endswith("DFlash")}
-    assert all(kept[method](architecture) for method, architecture in served)
-    text = next(plugin_installed(tmp_path).rglob("entry_points.txt")).read_text()
-    assert text == "[vllm.general_plugins]\ndraftsmith = eval.vllm_plugin:register\n"
-    assert all((ROOT / f"{place.partition(':')[0].replace('.', '/')}.py").is_file() for place in DRAFTS.values())
 
 
 @pytest.mark.slow

@@ -10,12 +10,13 @@ Shape suffixes: L layers, T context rows, M key/value heads, H head size, B requ
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import rms_norm
 from vllm.config import VllmConfig
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
 
@@ -24,27 +25,25 @@ def check_served(vllm_config: VllmConfig) -> int:
     speculative = vllm_config.speculative_config
     assert speculative is not None
     config, k = speculative.draft_model_config.hf_config, speculative.num_speculative_tokens
-    name = config.architectures[0]  # type: ignore[index]
     if speculative.method != "dflash":
-        raise ValueError(f"{name} is served with method dflash, not {speculative.method}")
+        raise ValueError(f"method {speculative.method}: this draft is served with method dflash")
     if config.sample_from_anchor:
-        raise ValueError(f"{name} takes no sample_from_anchor: method dflash lays out an anchor that predicts nothing")
+        raise ValueError("sample_from_anchor: method dflash lays out an anchor that predicts nothing, in this draft it predicts")
     if k >= config.block_size:
-        raise ValueError(f"num_speculative_tokens={k}: this head drafts up to {config.block_size - 1} tokens")
+        raise ValueError(f"num_speculative_tokens={k}: this draft was trained for up to {config.block_size - 1} tokens")
     return k
 
 
-class LayerwiseNorm:
-    """`_normalize_context_k` of a DFlash model, layer by layer."""
+def layerwise_norm(model: DFlashQwen3Model) -> Callable[[Tensor], Tensor]:
+    """`model._normalize_context_k`, layer by layer."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def norm(all_k: Tensor) -> Tensor:
+        """[L, T, M, H]."""
+        eps, weights = model._rms_norm_eps, model._k_norm_weights
+        assert isinstance(eps, float) and isinstance(weights, Tensor)
+        return torch.stack([rms_norm(k, k.shape[-1:], weight, eps) for k, weight in zip(all_k, weights, strict=True)])
 
-    def __call__(self, all_k: Tensor) -> Tensor:
-        """all_k [L, T, M, H]."""
-        eps = self.model._rms_norm_eps
-        parts = zip(all_k, self.model._k_norm_weights, strict=True)
-        return torch.stack([nn.functional.rms_norm(k_TMH, k_TMH.shape[-1:], weight_H, eps) for k_TMH, weight_H in parts])
+    return norm
 
 
 class DFlash(DFlashQwen3ForCausalLM):
@@ -53,7 +52,7 @@ class DFlash(DFlashQwen3ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         check_served(vllm_config)
-        self.model._normalize_context_k = LayerwiseNorm(self.model)
+        self.model._normalize_context_k = layerwise_norm(self.model)  # type: ignore[method-assign]
 
 
 class DSpark(Qwen3DSparkForCausalLM):
@@ -65,7 +64,7 @@ class DSpark(Qwen3DSparkForCausalLM):
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.draft_sample_method != "greedy":
             raise ValueError(f"draft_sample_method={speculative.draft_sample_method}: this head's drafts are greedy")
-        self.model._normalize_context_k = LayerwiseNorm(self.model)
+        self.model._normalize_context_k = layerwise_norm(self.model)  # type: ignore[method-assign]
         self.block_ids: Tensor | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
