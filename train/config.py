@@ -30,8 +30,7 @@ from train import dist
 
 ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
 CONF = ROOT / "conf"
-SCHEDULES = ("cosine", "wsd", "constant")
-DTYPES = ("bfloat16", "float32")
+SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
 METHODS = ("none", "ngram", "head")  # of evaluation
 # What the system may say of a path that a user named, or of a full disk: theirs to mend, so said in one line.
 PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
@@ -48,6 +47,7 @@ class SamplingConfig:
     top_k: int = 0  # 0: off
     max_tokens: int = 512
     samples: int = 1  # answers per training prompt
+    greedy: bool = False  # the first answer to each prompt at temperature 0
 
 
 @dataclass
