@@ -51,7 +51,8 @@ def respond(  # noqa: PLR0913
     cut_loops: int,
     meta: dict[str, Any],
 ) -> dict[str, Any]:
-    """Samples `sampling["samples"]` answers of the target to each record {id, messages, meta, prompt_ids, seed}, as ids `<id>#<s>`.
+    """Samples `sampling["samples"]` answers of the target to each record {id, messages, meta, prompt_ids, seed}, as ids `<id>#<s>`;
+    with sampling["greedy"], answer 0 is the likeliest instead.
 
     Appends each finished answer to `out_path` (a response record a line); ids found there are not asked again. cut_loops n > 0:
     an answer is ended where an n-gram begins for the second time (finish_reason "loop"). `meta` is kept beside the file;

@@ -110,7 +110,7 @@ def respond(job: dict[str, Any]) -> dict[str, Any]:
                 name,
                 item["prompt_ids"],
                 SamplingParams(
-                    temperature=sampling["temperature"],
+                    temperature=0.0 if sampling["greedy"] and name.endswith("#0") else sampling["temperature"],
                     top_p=sampling["top_p"],
                     top_k=sampling["top_k"],
                     max_tokens=sampling["max_tokens"],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from train.config import RunConfig
 
 LONGEST = 256  # tokens of a prompt that the target writes; a longer one is left out
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "max_tokens": LONGEST, "samples": 1}
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "max_tokens": LONGEST, "samples": 1, "greedy": False}
 LEAST = 8  # characters of a prompt
 
 

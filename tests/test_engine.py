@@ -29,7 +29,7 @@ from train.config import TargetConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 TAPS, DEPTH = (0, 1), 2
-SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": 50, "max_tokens": 24, "samples": 2}
+SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": 50, "max_tokens": 24, "samples": 2, "greedy": False}
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +245,11 @@ def test_answers_are_the_targets_own_resume_and_end_at_loops(target: Path, tmp_p
     answer(target, tmp_path / "loops.jsonl", records, cut_loops=2, samples=1, temperature=0.0, max_tokens=200)
     cut, _ = read_jsonl_tolerant(tmp_path / "loops.jsonl")
     assert any(a["finish_reason"] == "loop" for a in cut)
+    answer(target, tmp_path / "greedy.jsonl", records, greedy=True)
+    mixed = {a["id"]: a["response_ids"] for a in read_jsonl_tolerant(tmp_path / "greedy.jsonl")[0]}
+    best = {a["id"]: a["response_ids"] for a in cut}  # all at temperature 0, cut at their loops
+    assert all(mixed[f"r{i}#1"] == by_id[f"r{i}#1"] for i in range(5))
+    assert all(mixed[name][: len(ids)] == ids[:24] for name, ids in best.items()) and mixed["r0#0"] != by_id["r0#0"]
     assert all(loop_start(a["response_ids"], 2) is None for a in cut)
 
 

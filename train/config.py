@@ -30,8 +30,7 @@ from train import dist
 
 ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
 CONF = ROOT / "conf"
-SCHEDULES = ("cosine", "wsd", "constant")
-DTYPES = ("bfloat16", "float32")
+SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
 METHODS = ("none", "ngram", "head")  # of evaluation
 # What the system may say of a path that a user named, or of a full disk: theirs to mend, so said in one line.
 PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
@@ -48,6 +47,7 @@ class SamplingConfig:
     top_k: int = 0  # 0: off
     max_tokens: int = 512
     samples: int = 1  # answers per training prompt
+    greedy: bool = False  # the first answer to each prompt at temperature 0
 
 
 @dataclass
@@ -89,6 +89,7 @@ class TrainConfig:
     keep: int = 2
     log_every: int = 10
     threads: int | None = None  # CPU threads per rank
+    init: str | None = None  # a run folder or one of its steps whose weights a new run begins with
 
 
 @dataclass
@@ -192,16 +193,15 @@ def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
     if names[-1] not in choices("conf", conf_dir):
         raise UserError(f"conf={names[-1]} does not exist (conf/conf/{names[-1]}.yaml); one of: {confs}")
     try:
-        cfg = _compose(argv, conf_dir)
-        run = OmegaConf.to_object(cfg)
+        run = OmegaConf.to_object(_compose(argv, conf_dir))
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own for head=null
         raise UserError(_explain(error, argv, conf_dir)) from error
     except YAMLError as error:
         raise UserError(f"a file under conf/ is no valid YAML: {' '.join(str(error).split())}") from error
     assert isinstance(run, RunConfig), "conf/config.yaml must list `schema` first in its defaults"
-    run.run_dir = str(ROOT / Path(run.run_dir).expanduser())
-    run.data.responses = str(ROOT / Path(run.data.responses).expanduser())
-    run.data.store = str(ROOT / Path(run.data.store).expanduser())
+    for section, key in ((run, "run_dir"), (run.data, "responses"), (run.data, "store"), (run.train, "init")):
+        path = getattr(section, key)
+        setattr(section, key, path and str(ROOT / Path(path).expanduser()))
     for section in (run.target, run.train):
         section.dtype = dist.usual_dtype() if section.dtype == "auto" else section.dtype
     check(run)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from data.batch import Batches
+from data.errors import UserError
 from data.identity import template_hash, tokenizer_hash
 from data.store import Store, check_compatible
 from data.target import fingerprint, frozen
@@ -49,12 +50,14 @@ def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Store) -> No
     head.attach(parts)
     if checkpoint.latest(Path(cfg.run_dir)) is None:
         head.start_from(parts)
+        if (init := _init_step(cfg)) is not None:
+            _load(head, init)
 
 
 def _draft_ids(cfg: RunConfig, head: DraftHead, store: Store) -> torch.Tensor:
-    """The ids of the run's own checkpoint; before there is one, the most frequent labels of the store, counted on rank 0."""
+    """The ids of the run's own checkpoint, or of the one it begins with; else the most frequent labels of the store, counted on rank 0."""
     assert head.draft_vocab_size is not None
-    saved = checkpoint.latest(Path(cfg.run_dir))
+    saved = checkpoint.latest(Path(cfg.run_dir)) or _init_step(cfg)
     if saved is not None:
         return checkpoint.load_head(saved)["draft_ids_U"]
     ids_U = torch.zeros(head.draft_vocab_size, dtype=torch.int64)
@@ -63,6 +66,26 @@ def _draft_ids(cfg: RunConfig, head: DraftHead, store: Store) -> torch.Tensor:
         ids_U = draft_vocab(counts_V, head.draft_vocab_size)
         say(f"draft vocabulary: {len(ids_U):,} of {len(counts_V):,} tokens, {coverage(counts_V, ids_U):.2%} of the supervised ones")
     return dist.broadcast(ids_U)
+
+
+def _init_step(cfg: RunConfig) -> Path | None:
+    """The checkpoint that train.init names: a step folder, or the latest of a run."""
+    if cfg.train.init is None:
+        return None
+    folder = Path(cfg.train.init)
+    step = folder if (folder / "state.json").is_file() else checkpoint.latest(folder)
+    if step is None:
+        raise UserError(f"train.init={folder}: no run with a checkpoint, nor a step folder of one")
+    return step
+
+
+def _load(head: DraftHead, step: Path) -> None:
+    try:
+        head.load_state_dict(checkpoint.load_head(step))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"train.init={step}: its weights do not fit this head section ({reason})") from error
+    say(f"weights of {step}")
 
 
 def say(text: str) -> None:
