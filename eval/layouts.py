@@ -24,8 +24,8 @@ TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 # Architectures without a Llama block read none of LLAMA_KEYS; those of the plug-in keep their own keys in draft_config.
 MEDUSA_KEYS = "model_type hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias original_lm_head".split()
 PLUGIN_KEYS = {
-    "Eagle3HydraDraft": "depths target_hidden_size step_mode num_layers own_lm_heads".split(),
-    "Eagle3MLPDraft": "depths target_hidden_size step_mode inner_dim tie_weights scale_input".split(),
+    "Eagle3HydraDraft": ["depths", "target_hidden_size", "step_mode", "num_layers", "own_lm_heads"],
+    "Eagle3MLPDraft": ["depths", "target_hidden_size", "step_mode", "inner_dim", "tie_weights", "scale_input"],
 }
 
 

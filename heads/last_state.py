@@ -52,11 +52,11 @@ class LastStateHead(ChainHead):
 
     @torch.no_grad()
     def start_from(self, frozen: Frozen) -> None:
-        for lm_head in self.lm_heads:
-            lm_head.weight.copy_(frozen.lm_head_VD)
+        for k in range(len(self.lm_heads)):
+            self.head_rows(k).copy_(frozen.lm_head_VD)
 
     def head_rows(self, k: int) -> Tensor:
-        return self.lm_heads[k].weight if self.lm_heads else self.frozen.lm_head_VD
+        return self.get_parameter(f"lm_heads.{k}.weight") if self.lm_heads else self.frozen.lm_head_VD
 
     def first_state(self, last_RD: Tensor) -> Tensor:
         """What depth 0 reads of the target's last state."""
