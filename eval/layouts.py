@@ -6,7 +6,7 @@ qwen3_dflash,qwen3_dspark}.py, and eval/vllm_plugin for the architectures that v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from heads.base import TargetSpec
@@ -27,8 +27,8 @@ TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 # Architectures without a Llama block read none of LLAMA_KEYS; those of the plug-in keep their own keys in draft_config.
 MEDUSA_KEYS = "model_type hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias original_lm_head".split()
 PLUGIN_KEYS = {
-    "Eagle3HydraDraft": "depths target_hidden_size step_mode num_layers own_lm_heads".split(),
-    "Eagle3MLPDraft": "depths target_hidden_size step_mode inner_dim tie_weights scale_input".split(),
+    "Eagle3HydraDraft": ["depths", "target_hidden_size", "step_mode", "num_layers", "own_lm_heads"],
+    "Eagle3MLPDraft": ["depths", "target_hidden_size", "step_mode", "inner_dim", "tie_weights", "scale_input"],
 }
 
 
@@ -68,7 +68,7 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
     return faults + (_check_taps(config, target) if eagle3 else [])
 
 
-def _unset(config: dict[str, Any], keys: Sequence[str]) -> list[str]:
+def _unset(config: dict[str, Any], keys: list[str]) -> list[str]:
     return [f"config key {key} is not set" for key in keys if config.get(key) is None]
 
 
@@ -88,7 +88,7 @@ def _check_medusa(config: dict[str, Any], serving: dict[str, Any], target: Targe
     return _other(config, size) + _too_many(serving, config["num_heads"])
 
 
-def _check_plugin(config: dict[str, Any], keys: Sequence[str], serving: dict[str, Any], target: TargetSpec) -> list[str]:
+def _check_plugin(config: dict[str, Any], keys: list[str], serving: dict[str, Any], target: TargetSpec) -> list[str]:
     """The state must hold what a later depth reads, and a counter of depths."""
     draft, size = config.get("draft_config") or {}, target.hidden_size
     if faults := _unset(config, ["hidden_size", "vocab_size", "dtype"]) + _unset(draft, keys):

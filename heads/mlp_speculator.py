@@ -66,9 +66,9 @@ class MLPSpeculator(LastStateHead):
         self.proj = nn.ModuleList(nn.Linear(size if i else target.hidden_size, size, bias=False) for i in range(projections))
         self.ln = nn.ModuleList(ShiftedRMSNorm(size, EPS) for _ in range(sets))
         self.head = nn.ModuleList(nn.Linear(size, target.vocab_size, bias=False) for _ in range(sets))
-        for parts in (self.emb, self.proj, self.head):
-            for weight in parts.parameters():
-                nn.init.trunc_normal_(weight, std=size**-0.5)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.trunc_normal_(parameter, std=size**-0.5)
         self.inner_dim, self.tied, self.scale_input = size, tie_weights, scale_input
         state_weight = 0.5 ** (0.5 / depths)
         self.embed_scale = math.sqrt((1 - state_weight**2) * size / 2) / state_weight

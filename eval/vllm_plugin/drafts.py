@@ -140,8 +140,9 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
             return self.logits_processor(self.lm_head_of(0), x)
         if self.on_host:
             return self.logits_processor(self.lm_head_of(self._depth(step_T1)), x)
-        found = [self.logits_processor(self.lm_head_of(k), x) for k in range(self.depths)]
-        return None if found[0] is None else self._pick(found, step_T1)
+        every = (self.logits_processor(self.lm_head_of(k), x) for k in range(self.depths))
+        found = [logits for logits in every if logits is not None]  # only the first rank gathers them
+        return self._pick(found, step_T1) if found else None
 
     def _depth(self, step_T1: Tensor) -> int:
         """All rows of a pass are at one depth. The rows that fill up a batch are stale and may say anything, but the first is real."""
@@ -165,7 +166,7 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
         wanted = {name for name in parameters if not name.startswith("model.")}
         for name, tensor in weights:
             if name not in wanted:
-                raise ValueError(f"tensor {name} has no place in this draft")
+                raise ValueError(f"tensor {name} has no place in {type(self).__name__}")
             parameter = parameters[name]
             getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
             loaded.add(name)
@@ -214,13 +215,13 @@ class HydraDraft(LastStateDraft):
         size = self.input_size
         filled = size + DIGITS * k
         earlier = state_TW[:, size:filled].long().unflatten(1, (k, DIGITS)).unbind(1) if k else ()
-        zeros_T = torch.zeros_like(ids_T, dtype=torch.long)
-        ids = [sum((digit << 8 * i for i, digit in enumerate(digits.unbind(1))), zeros_T) for digits in earlier] + [ids_T.long()]
-        embeds = self.model.embed_tokens(torch.stack(ids, 1))
+        last = ids_T.long()
+        ids = [digits[:, 0] | digits[:, 1] << 8 | digits[:, 2] << 16 for digits in earlier]
+        embeds = self.model.embed_tokens(torch.stack([*ids, last], 1))
         x = self.blocks[k](torch.cat([state_TW[:, :size], embeds.flatten(1)], -1))
         if k + 1 == self.depths:
             return x, state_TW[:, :filled]
-        digits = torch.stack([ids[-1] >> 8 * i & 255 for i in range(DIGITS)], 1)
+        digits = torch.stack([last & 255, last >> 8 & 255, last >> 16], 1)
         return x, torch.cat([state_TW[:, :filled], digits.to(state_TW.dtype)], -1)
 
 
