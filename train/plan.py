@@ -148,8 +148,8 @@ def flops_per_token(head: DraftHead, spec: TargetSpec, length: int) -> float:
 
     2 per parameter and depth forward and 4 backward, for all matrices but a trained lm_head; attention scores and values over
     half of `length` on average; lm_head over U: the teacher's 2 D U once where its states are read, per depth forward and input
-    gradient 4 D U, and where it is trained the recomputation and weight gradient 4 D U more. An embedding of its own costs nothing to
-    look up; it can be the lm_head too.
+    gradient 4 D U, and where it is trained the weight gradient 2 D U more. An embedding of its own costs nothing to look up; it can be
+    the lm_head too.
     """
     D, U = _width(head, spec), head.draft_vocab_size or spec.vocab_size
     tables = {id(module.weight) for module in head.modules() if isinstance(module, nn.Embedding)}
@@ -157,7 +157,7 @@ def flops_per_token(head: DraftHead, spec: TargetSpec, length: int) -> float:
     trained_head = matrices.pop("lm_head.weight", 0) or len(tables)
     attention = sum(12 * m.spec.num_heads * m.spec.head_dim * (length / 2) for m in head.modules() if isinstance(m, Attention))
     teacher = 2 * spec.hidden_size * U if head.needs_last != "none" else 0
-    return teacher + head.depths * (6 * sum(matrices.values()) + attention + (8 if trained_head else 4) * D * U)
+    return teacher + head.depths * (6 * sum(matrices.values()) + attention + (6 if trained_head else 4) * D * U)
 
 
 def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
