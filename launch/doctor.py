@@ -15,20 +15,18 @@ from eval.doctor import diagnose, show
 from eval.export import trained_head
 from train.checkpoint import latest, load_head
 from train.config import RunConfig, main
+from train.words import number, take
 
-words = [word for word in sys.argv[1:] if word.startswith("sample=")]
-sys.argv = [word for word in sys.argv if word not in words]
+own = take("sample")
 
 
 def run(cfg: RunConfig) -> None:
-    count = words[-1].removeprefix("sample=") if words else "4"
-    if not count.isdigit() or count == "0":
-        raise UserError(f"sample={count}: must be a number of sequences, 1 or more")
+    count = number(own.get("sample", "4"), "sample", "sequences", 1)
     step, target_dir = latest(Path(cfg.run_dir)), resolve(cfg.target, ROOT)
     if step is None:
         raise UserError(f"{cfg.run_dir}: no checkpoint yet; train with `python launch/train.py conf=<name>`")
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")
-    sys.exit(show(*diagnose(cfg, head, target_dir, int(count))))
+    sys.exit(show(*diagnose(cfg, head, target_dir, count)))
 
 
 if __name__ == "__main__":

@@ -8,21 +8,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.chat import load_tokenizer
-from data.errors import UserError
 from data.masks import show
 from data.target import resolve
 from train.config import RunConfig, main
+from train.words import number, take
 
-words = [word for word in sys.argv[1:] if word.startswith("show=")]
-sys.argv = [word for word in sys.argv if word not in words]
+own = take("show")
 
 
 def run(cfg: RunConfig) -> None:
-    count = words[-1].removeprefix("show=") if words else "3"
-    if not count.isdigit():
-        raise UserError(f"show={count}: must be a number of answers")
+    count = number(own.get("show", "3"), "show", "answers", 0)
     tokenizer = load_tokenizer(resolve(cfg.target, ROOT), cfg.target.trust_remote_code)
-    show(Path(cfg.data.responses) / "train.jsonl", tokenizer, cfg.data.max_length, int(count))
+    show(Path(cfg.data.responses) / "train.jsonl", tokenizer, cfg.data.max_length, count)
 
 
 if __name__ == "__main__":

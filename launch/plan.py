@@ -8,16 +8,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.target import spec_from_config
 from train import plan
 from train.config import RunConfig, main
+from train.words import number, take
 
-words = [word for word in sys.argv[1:] if word.startswith("gpus=")]
-sys.argv = [word for word in sys.argv if word not in words]
+own = take("gpus")
 
 
 def show(cfg: RunConfig) -> None:
-    gpus = words[-1].removeprefix("gpus=") if words else "1"
-    if not gpus.isdigit() or gpus == "0":
-        raise plan.UserError(f"gpus={gpus}: must be a number of GPUs, 1 or more")
-    plan.show(plan.plan(cfg, spec_from_config(cfg.target), int(gpus)))
+    plan.show(plan.plan(cfg, spec_from_config(cfg.target), number(own.get("gpus", "1"), "gpus", "GPUs", 1)))
     for command in plan.next_commands(cfg) if plan.missing_inputs(cfg) else []:
         print(f"next: {command}")
 

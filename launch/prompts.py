@@ -12,9 +12,9 @@ from data.lock import alone
 from data.selfprompt import invent
 from data.target import resolve
 from train.config import ROOT, RunConfig, main
+from train.words import take
 
-own = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in sys.argv[1:] if word.startswith(("count=", "out="))}
-sys.argv = [word for word in sys.argv if not word.startswith(("count=", "out="))]
+own = take("count", "out")
 
 
 def run(cfg: RunConfig) -> None:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from data.errors import UserError
 from eval import sweep
+from train.words import take
 
 
 def main() -> None:
@@ -19,9 +20,9 @@ def main() -> None:
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         return
-    own = dict(word.split("=", 1) for word in words if word.partition("=")[0] in ("untrained", "out"))
+    own = take("untrained", "out")
     try:
-        runs = sweep.plan([word for word in words if word.partition("=")[0] not in own], own.get("untrained", "false") == "true")
+        runs = sweep.plan(sys.argv[1:], own.get("untrained", "false") == "true")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
