@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from heads.attention import Documents
 from heads.base import Batch, DraftHead, LossOut, TargetSpec
 from heads.block_attention import Blocks
-from heads.eagle3 import llama_config
-from heads.layers import BlockLayer, Pair, RMSNorm, rope_tables
+from heads.layers import BlockLayer, Pair, RMSNorm, llama_config, rope_tables
 from heads.losses import Labels, LowRank, fused_loss
 from heads.metrics import hits, rates
 from heads.objectives import parse

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, Export, TargetSpec
-from heads.layers import MLP, Attention, Block, RMSNorm, rows_at
+from heads.layers import MLP, Attention, Block, RMSNorm, llama_config, rows_at
 from heads.recurrent import RecurrentHead
 
 
@@ -157,24 +157,3 @@ def _check_taps(taps: list[int], target: TargetSpec, normed: bool) -> None:
         raise ValueError(f"head.taps must ascend without repeats within 0..{target.num_layers} (layers applied), not {list(taps)}")
     if not taps and normed:
         raise ValueError("head.fc_norm and head.norm_before_fc need taps: with taps=[] the head has no fc")
-
-
-def llama_config(spec: TargetSpec) -> dict[str, Any]:
-    """The config.json fields of a Llama-shaped draft with the target's dimensions. Rope equals the target's."""
-    return {
-        "model_type": "llama",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.rms_norm_eps,
-        "max_position_embeddings": spec.max_positions,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": spec.rope_scaling,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }

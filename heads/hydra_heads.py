@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heads.base import Export, TargetSpec
-from heads.last_state import LastStateHead, ResidualBlock, plugin_config
+from heads.last_state import LastStateHead, plugin_config, residual_blocks
 
 
 class HydraHeads(LastStateHead):
@@ -37,13 +37,8 @@ class HydraHeads(LastStateHead):
     ) -> None:
         shared = {"depths": depths, "depth_decay": depth_decay, "loss": loss, "loss_chunk": loss_chunk}
         super().__init__(target=target, train_lm_head=train_lm_head, **shared)
-        if num_layers < 1:
-            raise ValueError(f"head.num_layers must be at least 1, not {num_layers}")
         size = target.hidden_size
-        self.blocks = nn.ModuleList(
-            nn.Sequential(ResidualBlock((k + 2) * size, size), *(ResidualBlock(size, size) for _ in range(num_layers - 1)))
-            for k in range(depths)
-        )
+        self.blocks = residual_blocks([(k + 2) * size for k in range(depths)], size, num_layers)
         self.num_layers = num_layers
 
     def step(self, k: int, state: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor]:

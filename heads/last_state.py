@@ -40,6 +40,14 @@ class ResidualBlock(nn.Module):
         return (x if self.res_connection is None else self.res_connection(x)) + F.silu(self.linear(x))
 
 
+def residual_blocks(input_sizes: list[int], size: int, num_layers: int) -> nn.ModuleList:
+    """num_layers blocks for each depth, of parameters of their own; the first of each reads its input_sizes."""
+    if num_layers < 1:
+        raise ValueError(f"head.num_layers must be at least 1, not {num_layers}")
+    later = range(num_layers - 1)
+    return nn.ModuleList(nn.Sequential(ResidualBlock(n, size), *(ResidualBlock(size, size) for _ in later)) for n in input_sizes)
+
+
 class LastStateHead(ChainHead):
     """Subclasses give `step`. train_lm_head: an lm_head for each depth, which begins as the target's, instead of the target's."""
 

@@ -191,3 +191,24 @@ class BlockLayer(nn.Module):
         """See BlockAttention.forward."""
         h = x + self.self_attn(self.input_layernorm(x), context, blocks, angles)
         return h + self.mlp(self.post_attention_layernorm(h))
+
+
+def llama_config(spec: TargetSpec) -> dict[str, Any]:
+    """The config.json fields of a Llama-shaped draft with the target's dimensions. Rope equals the target's."""
+    return {
+        "model_type": "llama",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": spec.rope_scaling,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }

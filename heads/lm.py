@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, Export, Frozen, TargetSpec
 from heads.chain import ChainHead
-from heads.eagle3 import llama_config
-from heads.layers import Block, RMSNorm
+from heads.layers import Block, RMSNorm, llama_config
 from heads.objectives import reads_target
 
 INIT_STD = 0.02  # of the embedding, as Llama's: it is the lm_head too where they are tied

@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from heads.base import Export, TargetSpec
-from heads.last_state import LastStateHead, ResidualBlock
+from heads.last_state import LastStateHead, residual_blocks
 
 
 class Medusa(LastStateHead):
@@ -37,10 +37,8 @@ class Medusa(LastStateHead):
     ) -> None:
         shared = {"depths": depths, "depth_decay": depth_decay, "loss": loss, "loss_chunk": loss_chunk}
         super().__init__(target=target, train_lm_head=train_lm_head, **shared)
-        if num_layers < 1:
-            raise ValueError(f"head.num_layers must be at least 1, not {num_layers}")
         size = target.hidden_size
-        self.blocks = nn.ModuleList(nn.Sequential(*(ResidualBlock(size, size) for _ in range(num_layers))) for _ in range(depths))
+        self.blocks = residual_blocks([size] * depths, size, num_layers)
         self.num_layers = num_layers
 
     def step(self, k: int, state: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor]:

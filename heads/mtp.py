@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch, Export, TargetSpec
-from heads.eagle3 import llama_config
-from heads.layers import Block, RMSNorm
+from heads.layers import Block, RMSNorm, llama_config
 from heads.recurrent import RecurrentHead
 
 

@@ -64,10 +64,10 @@ def each_depth(labels: Labels, docs: Documents, caches: list[KeyValues], token_i
     rows of all."""
     if shares is not None:
         drop(labels, docs, token_ids_T, shares)
-    deepest_T = _deepest(labels, len(token_ids_T))
+    deepest_T = None if shares is None else _deepest(labels, len(token_ids_T))
     docs.need(labels.row_KL)
     for k in range(len(labels.row_KL)):
-        if k and shares is not None:
+        if k and deepest_T is not None:
             before = docs.needed
             docs.keep(deepest_T >= k)
             for cache in caches:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SPEC, batch_of, document, ready
+from test_recurrence import mlp, rms, rope
 
 from heads import block_attention, build
 from heads.base import Batch, DraftHead
@@ -26,19 +27,6 @@ CASES = {
     "dspark_kl_without_confidence": DSPARK | {"confidence_weight": 0.0, "loss": "kl"},
 }
 LENGTHS = (9, 7)
-
-
-def rms(x, w):
-    return x / (x.pow(2).mean(-1, keepdim=True) + SPEC.rms_norm_eps).sqrt() * w
-
-
-def rope(x, positions):
-    """Rotation as complex multiplication. x [n, heads, H]."""
-    half = SPEC.head_dim // 2
-    frequency = SPEC.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.polar(torch.ones(len(positions), half, dtype=torch.float64), positions[:, None].double() * frequency)
-    z = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turn[:, None]
-    return torch.cat([z.real, z.imag], -1)
 
 
 def heads_of(x, weight):
@@ -62,9 +50,7 @@ def layer(w, prefix, x, context, a, causal):
             score = k[:last, g] @ q[slot, h] / SPEC.head_dim**0.5
             mixed[slot, h] = score.softmax(0) @ v[:last, g]
     x = x + F.linear(mixed.flatten(1), w[f"{p}.o_proj.weight"])
-    y = rms(x, w[f"{prefix}.post_attention_layernorm.weight"])
-    gate, up, down = (w[f"{prefix}.mlp.{c}_proj.weight"] for c in ("gate", "up", "down"))
-    return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
+    return x + mlp(w, prefix, rms(x, w[f"{prefix}.post_attention_layernorm.weight"]))
 
 
 def outputs(head, w, doc: Batch, a: int, token: int, depths: int):
