@@ -37,11 +37,13 @@ def _error(stored: Tensor, true: Tensor) -> Tensor:
 
 
 class Reference:
-    """The target in transformers, float32: the residual stream after each of its layers, and the state after the final norm."""
+    """The target in transformers, float32: the residual stream after each of its layers, and the state after the final norm. Loaded
+    once for all stores."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        self.folder, self.lm_head_VD = folder, frozen(folder, torch.float32, "cpu").lm_head_VD
         self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
         self._before_norm: list[Tensor] = []
         self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0][0]))
@@ -80,10 +82,9 @@ def mask_faults(store: Store, answers_path: Path) -> list[Fault]:
     return [Fault("mask", text.format(len(names), shift, names[0])) for shift, names in wrong.items()]
 
 
-def state_faults(store: Store, target_dir: Path, count: int) -> tuple[list[Fault], dict[str, float]]:
+def state_faults(store: Store, reference: Reference, count: int) -> tuple[list[Fault], dict[str, float]]:
     """`count` sequences against transformers. Also returns figures: relative error of each tap and of last, argmax agreement, surprise
     (nats per supervised token above what the target's own samples would have)."""
-    reference, lm_head_VD = Reference(target_dir), frozen(target_dir, torch.float32, "cpu").lm_head_VD
     taps = tuple(store.manifest["taps"])
     sums: dict[str, list[float]] = {}
     best: dict[str, list[int]] = {f"tap {t}": [] for t in taps}
@@ -95,7 +96,7 @@ def state_faults(store: Store, target_dir: Path, count: int) -> tuple[list[Fault
             sums.setdefault(f"tap {tap}", []).append(float(error_L[tap]))
             best[f"tap {tap}"].append(int(error_L.argmin()))
         if item["last"] is not None:
-            for name, value in _last_figures(item, streams_TLD[:, -1], last_TD, lm_head_VD).items():
+            for name, value in _last_figures(item, streams_TLD[:, -1], last_TD, reference.lm_head_VD).items():
                 sums.setdefault(name, []).append(value)
     figures = {name: sum(values) / len(values) for name, values in sums.items()}
     return _judge(figures, best), figures
@@ -139,11 +140,11 @@ def _judge(figures: dict[str, float], best: dict[str, list[int]]) -> list[Fault]
     return [*faults, Fault(kinds[nearest], f"what is stored as last is the target's {nearest}: capture again")]
 
 
-def check_store(folder: Path, target_dir: Path, answers_path: Path, count: int) -> tuple[list[Fault], dict[str, float], str]:
+def check_store(folder: Path, reference: Reference, answers_path: Path, count: int) -> tuple[list[Fault], dict[str, float], str]:
     """Checksums (UserError where one fails), then identity, masks and states. Returns faults, figures, and what the store holds."""
     store = Store(folder, verify=True)
-    faults = identity_faults(store.manifest, target_dir) + mask_faults(store, answers_path)
-    found, figures = state_faults(store, target_dir, count) if not any(f.cause == "target" for f in faults) else ([], {})
+    faults = identity_faults(store.manifest, reference.folder) + mask_faults(store, answers_path)
+    found, figures = state_faults(store, reference, count) if not any(f.cause == "target" for f in faults) else ([], {})
     size = sum(shard["bytes"] for shard in store.manifest["shards"])
     holds = f"{len(store):,} sequences, {int(store.lengths.sum()):,} tokens, {store.manifest['supervised_tokens']:,} supervised, "
     holds += f"{size / 1e9:.2f} GB ({size / max(1, int(store.lengths.sum())):,.0f} bytes a token), taps {store.manifest['taps']}, last: "
@@ -153,9 +154,9 @@ def check_store(folder: Path, target_dir: Path, answers_path: Path, count: int) 
 
 def check_splits(store: Path, responses: Path, target_dir: Path, count: int) -> list[Fault]:
     """check_store of the train and held-out parts, with what it found printed."""
-    console, faults = Console(highlight=False), []
+    console, reference, faults = Console(highlight=False), Reference(target_dir), []
     for split in ("train", "heldout"):
-        found, figures, holds = check_store(store / split, target_dir, responses / f"{split}.jsonl", count)
+        found, figures, holds = check_store(store / split, reference, responses / f"{split}.jsonl", count)
         console.print(f"{split}: {holds}")
         console.print("  against transformers: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         faults += [Fault(fault.cause, f"{split}: {fault.text}") for fault in found]

@@ -63,13 +63,13 @@ def export_faults(head: DraftHead, folder: Path) -> list[Fault]:
     except UserError as error:
         return [Fault("export", str(error))]
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    should = engine_config(head, getattr(torch, stored["dtype"]))
+    export, state = head.export(), head.state_dict()
+    should = engine_config(export, getattr(torch, stored["dtype"]))
     differ = sorted(key for key in stored.keys() | should.keys() if stored.get(key) != should.get(key))
     faults = []
     for key in differ:
         text = f"{folder}/config.json: {key} is {stored.get(key)}, the head has {should.get(key)}: export again"
         faults.append(Fault("rope" if key in ROPE else "export", text))
-    export, state = head.export(), head.state_dict()
     with safe_open(folder / "model.safetensors", "pt") as f:
         for ours, theirs in export.names.items():
             tensor = f.get_tensor(theirs)

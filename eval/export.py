@@ -25,7 +25,7 @@ from data.errors import UserError
 from data.files import read_object
 from eval.layouts import LAYOUTS, check_config
 from heads import build
-from heads.base import DraftHead, Frozen, TargetSpec
+from heads.base import DraftHead, Export, Frozen, TargetSpec
 
 FORMAT_VERSION = 1
 FILES = {"config.json", "model.safetensors", "draftsmith.json"}
@@ -66,7 +66,7 @@ def export_head(
         theirs: cast(tensor, dtype) for theirs, tensor in export.extra.items()
     }
     assert len(tensors) == len(export.names) + len(export.extra), "two tensors under one name"
-    config = engine_config(head, dtype)
+    config = engine_config(export, dtype)
     about = {
         "format_version": FORMAT_VERSION,
         "head": head_cfg,
@@ -110,9 +110,9 @@ def trained_head(
     return head.eval()
 
 
-def engine_config(head: DraftHead, dtype: torch.dtype) -> dict[str, Any]:
+def engine_config(export: Export, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of the export. Nulls are left out: one is a default in one loader and a refusal in another."""
-    given = {key: value for key, value in head.export().config.items() if value is not None}
+    given = {key: value for key, value in export.config.items() if value is not None}
     return given | {"dtype": str(dtype).removeprefix("torch.")}
 
 

@@ -25,14 +25,14 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sequences(target):
     """(id, token ids, prompt length, streams, last), answers sampled from the target itself at temperature 1."""
-    reference, lm_head = check.Reference(target), check.frozen(target, torch.float32, "cpu").lm_head_VD
+    reference = check.Reference(target)
     generator = torch.Generator().manual_seed(0)
     found = []
     for i in range(4):
         ids = torch.randint(3, 500, (6,), generator=generator)
         for _ in range(30):
             _, last = reference.states(ids)
-            ids = torch.cat([ids, torch.multinomial((last[-1] @ lm_head.T).softmax(-1), 1, generator=generator)])
+            ids = torch.cat([ids, torch.multinomial((last[-1] @ reference.lm_head_VD.T).softmax(-1), 1, generator=generator)])
         found.append((f"s{i}", ids, 6, *reference.states(ids)))
     return found
 
@@ -48,7 +48,7 @@ def write(folder, target, sequences, change=lambda name, **x: x):
         {"id": n, "prompt_ids": x[:s].tolist(), "response_ids": x[s:].tolist(), "finish_reason": "length"} for n, x, s, *_ in sequences
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    return check.check_store(folder / "train", target, folder / "train.jsonl", 3)
+    return check.check_store(folder / "train", check.Reference(target), folder / "train.jsonl", 3)
 
 
 def test_a_sound_store_has_no_fault(target, sequences, tmp_path):
@@ -74,12 +74,11 @@ def test_each_fault_is_named(target, sequences, tmp_path, cause):
 
 def test_a_text_of_another_hand_is_off_policy(target, sequences, tmp_path):
     generator, reference = torch.Generator().manual_seed(9), check.Reference(target)
-    lm_head = check.frozen(target, torch.float32, "cpu").lm_head_VD
     texts = []
     for name, ids, start, *_ in sequences:  # the target's least likely tokens
         for t in range(start, len(ids)):
             _, last = reference.states(ids[:t])
-            worst = (last[-1] @ lm_head.T).topk(200, largest=False).indices
+            worst = (last[-1] @ reference.lm_head_VD.T).topk(200, largest=False).indices
             ids = torch.cat([ids[:t], worst[torch.randint(200, (1,), generator=generator)], ids[t + 1 :]])
         texts.append((name, ids, start, *reference.states(ids)))
     faults, _, _ = write(tmp_path, target, texts)
@@ -91,11 +90,11 @@ def test_another_template_and_other_weights_are_named(target, sequences, tmp_pat
     path = tmp_path / "train/manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | {"template_hash": "0"}))
-    faults, _, _ = check.check_store(tmp_path / "train", target, tmp_path / "none", 1)
+    faults, _, _ = check.check_store(tmp_path / "train", check.Reference(target), tmp_path / "none", 1)
     assert {fault.cause for fault in faults} == {"template"}
     manifest["target"]["fingerprint"] = "0"
     path.write_text(json.dumps(manifest))
-    faults, _, _ = check.check_store(tmp_path / "train", target, tmp_path / "none", 1)
+    faults, _, _ = check.check_store(tmp_path / "train", check.Reference(target), tmp_path / "none", 1)
     assert {fault.cause for fault in faults} == {"target"}
 
 
@@ -106,4 +105,4 @@ def test_a_changed_byte_is_found(target, sequences, tmp_path):
     data[-5] ^= 1
     shard.write_bytes(bytes(data))
     with pytest.raises(UserError, match=shard.name):
-        check.check_store(tmp_path / "train", target, tmp_path / "none", 1)
+        check.check_store(tmp_path / "train", check.Reference(target), tmp_path / "none", 1)
