@@ -46,7 +46,6 @@ def respond(  # noqa: PLR0913
     records: list[dict[str, Any]],
     out_path: Path,
     sampling: dict[str, Any],
-    max_model_len: int,
     batch_size: int,
     cut_loops: int,
     meta: dict[str, Any],
@@ -62,12 +61,12 @@ def respond(  # noqa: PLR0913
     out_path.parent.mkdir(parents=True, exist_ok=True)
     check_meta(out_path, meta)
     done = _finished(out_path)
-    fitting = _quarantine_long(records, max_model_len - 1, out_path)
+    fitting = _quarantine_long(records, target_cfg.max_model_len - 1, out_path)
     todo = unanswered(fitting, sampling["samples"], done, out_path)
     print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out_path}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
     if todo:
-        longest = min(max_model_len, max(len(r["prompt_ids"]) for r in todo) + sampling["max_tokens"])
+        longest = min(target_cfg.max_model_len, max(len(r["prompt_ids"]) for r in todo) + sampling["max_tokens"])
         compiled = torch.cuda.is_available() or len(todo) * sampling["max_tokens"] > COMPILE_TOKENS
         seqs = min(batch_size, len(todo))
         llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, max_model_len=longest, seqs=seqs, compiled=compiled)

@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.prompts import read_prompts, select
+from data.selfprompt import split_sources
 from data.target import resolve
 from eval.run import evaluate
 from train.checkpoint import load_head
@@ -13,7 +14,8 @@ from train.config import ROOT, RunConfig, main
 
 
 def run(cfg: RunConfig) -> None:
-    prompts = select(read_prompts(cfg.data.prompts, None, ROOT), "heldout", cfg.eval.limit)
+    given, _ = split_sources(cfg.data.prompts)  # what the target wrote is for training
+    prompts = select(read_prompts(given, None, ROOT), "heldout", cfg.eval.limit)
     evaluate(cfg, resolve(cfg.target, ROOT), prompts, load_head)
 
 

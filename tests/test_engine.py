@@ -60,7 +60,6 @@ def answer(target: Path, out: Path, records: list[dict[str, Any]], cut_loops: in
         records=records,
         out_path=out,
         sampling={**SAMPLING, **sampling},
-        max_model_len=512,
         batch_size=4,
         cut_loops=cut_loops,
         meta={"target": "tiny"},

@@ -12,7 +12,8 @@ import pytest
 from data.builtin import build_tiny
 from data.chat import load_tokenizer, user_prefix
 from data.errors import UserError
-from data.selfprompt import invent, usable
+from data.selfprompt import invent, maker, split_sources, usable
+from train import plan
 from train.config import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,8 +66,34 @@ def test_the_engine_writes_them_and_a_second_call_goes_on(tmp_path):
         assert all(draft["prompt_ids"] == user_prefix(load_tokenizer(target, False)) for draft in drafts)
 
 
-@pytest.mark.parametrize("words", [[], ["count=3"], ["count=x", "out=a.jsonl"], ["count=3", "out=a.txt"]])
-def test_the_command_wants_a_count_and_a_file(words):
-    command = [sys.executable, ROOT / "launch/prompts.py", "conf=tiny_mtp", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "count=<n> out=<file.jsonl>" in done.stderr
+@pytest.mark.parametrize("sources", [["self:"], ["a.jsonl", "self:x"], ["self:0"], ["self:-3"], ["self:2", "self:3"]])
+def test_how_many_must_be_said_once(sources):
+    with pytest.raises(UserError, match=r"data.prompts: .*self:"):
+        split_sources(sources)
+
+
+def test_the_command_adds_them_to_the_training_prompts_alone(tmp_path):
+    """respond with `self:<n>`, the engine's prompts being given: they are answered for training, and the held-out ones are as before."""
+    target = build_tiny(tmp_path / "target")
+    tokenizer = load_tokenizer(target, False)
+    folder = tmp_path / "responses"
+    drafts = folder / "self.drafts.jsonl"
+    words = ["conf=tiny_mtp", f"target.model={target}", "data.prompts=[data/promptset,self:4]", f"data.responses={folder}"]
+    words += ["data.limit=22", "data.heldout_limit=2", "data.sampling.max_tokens=4"]
+    cfg = load(words)
+    folder.mkdir()
+    texts = ["What is a lighthouse?", "Write a poem about tea.", "Name three rivers.", "Sing a song of stone."]
+    with drafts.open("w") as f:
+        for i, text in enumerate(texts):
+            ids = tokenizer(text)["input_ids"]
+            answer = {"id": f"self-{i:06d}#0", "prompt_ids": user_prefix(tokenizer), "response_ids": ids, "finish_reason": "stop"}
+            f.write(json.dumps(answer) + "\n")
+    drafts.with_suffix(".meta.json").write_text(json.dumps(maker(cfg, target)))
+    done = subprocess.run([sys.executable, ROOT / "launch/respond.py", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 answers to sample, 4 already in" in done.stdout
+    asked = {
+        split: [json.loads(line)["id"] for line in (folder / f"{split}.jsonl").read_text().splitlines()] for split in ("train", "heldout")
+    }
+    assert {i for i in asked["train"] if i.startswith("self-")} and not any(i.startswith("self-") for i in asked["heldout"])
+    assert plan.count_prompts(load([*words, "data.limit=null"]), "train") == 800 + 4

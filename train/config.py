@@ -63,7 +63,7 @@ class TargetConfig:
 
 @dataclass
 class DataConfig:
-    prompts: list[str] = field(default_factory=list)  # files, folders or hub data sets; relative paths count from the repository
+    prompts: list[str] = field(default_factory=list)  # files, folders, hub data sets, self:<n>; paths count from the repository
     limit: int | None = None  # training prompts used; null: all (spread over the slices)
     heldout_limit: int | None = None
     responses: str = "???"  # folder with the target's answers: train.jsonl, heldout.jsonl

@@ -21,6 +21,7 @@ import heads
 from data.errors import UserError
 from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
+from data.selfprompt import split_sources
 from heads.base import DraftHead, TargetSpec
 from heads.layers import Attention
 from train.config import ROOT, RunConfig
@@ -165,7 +166,7 @@ def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
     manifest = _closed_manifest(cfg, split)
     if manifest is not None:
         return Tokens(manifest["tokens"], manifest["supervised_tokens"], "store")
-    prompts = _count_prompts(cfg, split)
+    prompts = count_prompts(cfg, split)
     wanted = None if prompts is None else prompts * (cfg.data.sampling.samples if split == "train" else 1)
     longest = min(cfg.data.max_length, cfg.target.max_model_len)
     answers = Path(cfg.data.responses) / f"{split}.jsonl"
@@ -180,13 +181,14 @@ def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
     return Tokens(wanted * longest, wanted * min(cfg.data.sampling.max_tokens, longest), "bound")
 
 
-def _count_prompts(cfg: RunConfig, split: str) -> int | None:
+def count_prompts(cfg: RunConfig, split: str) -> int | None:
     limit = cfg.data.limit if split == "train" else cfg.data.heldout_limit
     if limit is not None:
         return limit
-    if any(source.startswith("hf:") for source in cfg.data.prompts):
+    given, written = split_sources(cfg.data.prompts)
+    if any(source.startswith("hf:") for source in given):
         return None  # its size is known only once it is downloaded
-    return len(select(read_prompts(cfg.data.prompts, None, ROOT), split, None))
+    return len(select(read_prompts(given, None, ROOT), split, None)) + (written if split == "train" else 0)
 
 
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
