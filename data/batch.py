@@ -5,16 +5,22 @@ the token budget and shuffles the micro-batches. Epochs follow each other withou
 with the head of the next and no sequence is ever dropped. Step i takes world * accum micro-batches in a row; number j of
 them goes to rank j % world.
 
+Sequence parallelism needs no more than this: the ranks that share a micro-batch each take a run of its labels, and of its documents what
+comes before the last of them. A head works out the rows that its labels need, so what is computed twice is what the context of a row
+is to attention (keys, values, and what they are made of), and nothing but gradients is sent.
+
 Shape suffixes: T tokens of a batch, S documents, L taps, D hidden.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,15 +47,35 @@ def pack(members: Iterable[int], lengths: np.ndarray, budget: int) -> list[list[
     return runs
 
 
+def share_out(documents: list[dict[str, Any]], place: int, share: int) -> list[dict[str, Any]]:
+    """Run number `place` of `share` equal runs of the documents' labels, each document cut behind its last one. Documents without a label
+    of the run are left out; where none has any, the first is kept without labels."""
+    labels = [document["loss_mask"].nonzero().squeeze(1) for document in documents]
+    total, done, kept = sum(map(len, labels)), 0, []
+    first, end = total * place // share, total * (place + 1) // share
+    for document, label in zip(documents, labels, strict=True):
+        mine = label[max(first - done, 0) : max(end - done, 0)]
+        done += len(label)
+        if len(mine) or (done == total and not kept):
+            mask = torch.zeros_like(document["loss_mask"]).index_fill_(0, mine, True)
+            upto = int(mine[-1]) + 1 if len(mine) else 1
+            kept.append({key: None if x is None else x[:upto] for key, x in (document | {"loss_mask": mask}).items()})
+    return kept
+
+
 class Batches:
     """Packed batches of one rank. Documents are cut to max_length (`cut` counts them); those without a label within it are
     left out (`skipped`). `waited`: seconds that consumers of `prefetch` have waited for data so far.
 
-    taps: layers applied, in the head's order. UserError where no sequence has a label.
+    taps: layers applied, in the head's order. share: neighbouring ranks that share each micro-batch of the training.
+    UserError where no sequence has a label.
     """
 
-    def __init__(self, store: Store, taps: tuple[int, ...], micro_tokens: int, seed: int, rank: int, world: int, max_length: int) -> None:
-        assert 0 <= rank < world and micro_tokens > 0 and max_length > 0
+    def __init__(  # noqa: PLR0913
+        self, store: Store, taps: tuple[int, ...], micro_tokens: int, seed: int, rank: int, world: int, max_length: int, share: int = 1
+    ) -> None:
+        assert 0 <= rank < world and world % share == 0 and micro_tokens > 0 and max_length > 0
+        self.group, self.groups, self.place, self.share = rank // share, world // share, rank % share, share
         self.store, self.taps, self.micro_tokens, self.seed = store, taps, micro_tokens, seed
         self.rank, self.world, self.max_length = rank, world, max_length
         self.lengths = np.minimum(store.lengths, max_length)
@@ -83,9 +109,12 @@ class Batches:
             epoch += 1
         return self._plan(epoch)[index]
 
-    def _batch(self, members: list[int]) -> Batch:
+    def _batch(self, members: list[int], place: int = 0, share: int = 1) -> Batch:
+        """place, share: of the labels the run number `place` of `share` equal ones."""
         documents = [self.store.get(i, self.taps, self.max_length) for i in members]
-        offsets_S1 = torch.tensor([0, *np.cumsum(self.lengths[members]).tolist()], dtype=torch.int64)
+        if share > 1:
+            documents = share_out(documents, place, share)
+        offsets_S1 = torch.tensor([0, *itertools.accumulate(len(document["token_ids"]) for document in documents)], dtype=torch.int64)
         loss_mask_T = torch.cat([document["loss_mask"] for document in documents])
         loss_mask_T[offsets_S1[:-1]] = False  # no state of its own document predicts a first token
         return Batch(
@@ -98,16 +127,23 @@ class Batches:
 
     def steps_per_epoch(self, accum: int) -> int:
         """Steps that see every sequence once, rounded up; of the first epoch (others pack to a few micro-batches more or less)."""
-        return -(-self._size(0) // (self.world * accum))
+        return -(-self._size(0) // (self.groups * accum))
 
     def step(self, i: int, accum: int) -> list[Batch]:
         """This rank's `accum` micro-batches of step i (from 0): token_ids int64, loss_mask bool, states in the stored dtype."""
-        first = i * self.world * accum + self.rank
-        return [self._batch(self._micro(first + j * self.world)) for j in range(accum)]
+        return [self._batch(members, self.place, self.share) for members in self._micros(i, accum)]
+
+    def tokens(self, i: int, accum: int) -> float:
+        """This rank's part of the tokens of step i; shared ones in equal parts."""
+        return sum(int(self.lengths[members].sum()) for members in self._micros(i, accum)) / self.share
+
+    def _micros(self, i: int, accum: int) -> list[list[int]]:
+        first = i * self.groups * accum + self.group
+        return [self._micro(first + j * self.groups) for j in range(accum)]
 
     def sequences(self, i: int, accum: int) -> list[str]:
         """Ids of the sequences that all ranks together read in step i."""
-        first, count = i * self.world * accum, self.world * accum
+        first, count = i * self.groups * accum, self.groups * accum
         return [self.store.ids[member] for index in range(first, first + count) for member in self._micro(index)]
 
     def prefetch(self, first_step: int, last_step: int, accum: int) -> Generator[list[Batch], None, None]:

@@ -61,6 +61,34 @@ def stream(store, world, accum, steps, seed=5):
             yield parts[j % world][j // world]
 
 
+@pytest.mark.parametrize("share", [2, 3, 5])
+def test_ranks_that_share_a_batch_split_its_labels_in_equal_runs(store, share):
+    """Each with the documents of its labels up to the last of them; together they hold every label once."""
+    accum, ranks = 2, [Batches(store, TAPS, MICRO, 5, rank, 2 * share, 4096, share) for rank in range(2 * share)]
+    wholes = [batches(store, group, 2) for group in range(2)]
+    for i in range(4):
+        assert sum(rank.tokens(i, accum) for rank in ranks) == pytest.approx(sum(whole.tokens(i, accum) for whole in wholes))
+        assert all(rank.sequences(i, accum) == wholes[0].sequences(i, accum) for rank in ranks)
+        for group, whole in enumerate(wholes):
+            for micro, batch in enumerate(whole.step(i, accum)):
+                rows = {doc: (batch.offsets_S1[s], batch.offsets_S1[s + 1]) for s, doc in enumerate(documents(batch))}
+                seen = torch.zeros_like(batch.loss_mask_T, dtype=torch.int64)
+                parts = [rank.step(i, accum)[micro] for rank in ranks[group * share : (group + 1) * share]]
+                counts = [int(part.loss_mask_T.sum()) for part in parts]
+                assert max(counts) - min(counts) <= 1
+                for part in parts:
+                    ends = part.offsets_S1.tolist()
+                    for doc, start, end in zip(documents(part), ends[:-1], ends[1:], strict=True):
+                        first = int(rows[doc][0])
+                        here = slice(first, first + end - start)
+                        assert torch.equal(part.token_ids_T[start:end], batch.token_ids_T[here])
+                        assert torch.equal(part.taps_TLD[start:end], batch.taps_TLD[here])
+                        assert torch.equal(part.last_TD[start:end], batch.last_TD[here])
+                        assert part.loss_mask_T[end - 1] or not any(part.loss_mask_T)
+                        seen[here] += part.loss_mask_T[start:end]
+                assert torch.equal(seen, batch.loss_mask_T.long())
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("accum", [1, 2])
 def test_every_sequence_once_per_epoch_at_any_world_size(store, world, accum):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import SPEC, batch_of, document, head_confs, ready
 
+from data.batch import share_out
 from heads import build
 from heads.base import Batch, DraftHead
 
@@ -59,6 +60,36 @@ def test_counts_follow_the_shifted_mask(head):
             for t in range(len(mask) - 2 - k):
                 expected[k] += mask[t + 2 : t + 3 + k].all() if head.contiguous else mask[t + 2 + k]
     assert torch.equal(head.count(batch), expected) and torch.equal(head.loss(batch).count_K, expected)
+
+
+@pytest.mark.parametrize("share", [2, 3])
+def test_labels_can_be_shared_out_over_ranks(head, share):
+    """Loss and gradient are the sum of those of the runs of labels, each with no more of its documents than comes before its last label."""
+    if head.contiguous:
+        pytest.skip("refused: its depths look at the labels around theirs")
+    batch = batch_of(head)
+    parts = [pack_share(batch, place, share) for place in range(share)]
+    assert min(int(part.loss_mask_T.sum()) for part in parts) > 0
+    whole, outs = head.loss(batch), [head.loss(part) for part in parts]
+    assert torch.equal(sum(out.count_K for out in outs), whole.count_K)
+    torch.testing.assert_close(sum(out.loss_K for out in outs), whole.loss_K, rtol=1e-5, atol=1e-5)
+    gradients = [
+        torch.autograd.grad(total, list(head.parameters()), allow_unused=True) for total in (whole.total, *(o.total for o in outs))
+    ]
+    for expected, *found in zip(*gradients, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(sum(x for x in found if x is not None), expected, rtol=1e-4, atol=1e-5)
+
+
+def pack_share(batch: Batch, place: int, share: int) -> Batch:
+    names = {"token_ids": "token_ids_T", "loss_mask": "loss_mask_T", "taps": "taps_TLD", "last": "last_TD"}
+    spans = list(zip(batch.offsets_S1[:-1].tolist(), batch.offsets_S1[1:].tolist(), strict=True))
+    states = {key: getattr(batch, name) for key, name in names.items()}
+    documents = [{key: None if x is None else x[start:end] for key, x in states.items()} for start, end in spans]
+    kept = share_out(documents, place, share)
+    offsets_S1 = torch.tensor([0, *(len(document["token_ids"]) for document in kept)]).cumsum(0)
+    joined = {name: None if states[key] is None else torch.cat([document[key] for document in kept]) for key, name in names.items()}
+    return Batch(offsets_S1=offsets_S1, **joined)
 
 
 def test_training_measures_what_evaluation_does(head):

@@ -51,6 +51,7 @@ def test_two_ranks_give_the_golden_losses_resume_and_uneven_validation(tmp_path:
             {"run_dir": f"{name}up", "set": settings},
             {"run_dir": f"{name}down", "set": settings, "stop_before": 7, "error": "went away"},
         ]
+    jobs += [{"run_dir": "shared", "noise": 0.0, "set": {"train.sequence_parallel": 2, "train.accum": 2}}]
     jobs += [{"run_dir": "uneven", "set": {"zero.stage": 3, "train.micro_tokens": 2000, "train.steps": 2}}]
     for job in jobs:
         job |= {"run_dir": str(tmp_path / job["run_dir"]), "store": str(store)}
@@ -71,6 +72,10 @@ def test_two_ranks_give_the_golden_losses_resume_and_uneven_validation(tmp_path:
         for run_dir in (tmp_path / f"{name}up", tmp_path / f"{name}down"):
             assert losses(run_dir) == pytest.approx(GOLDEN, rel=1e-6 if settings["train.dtype"] == "float32" else 0.02), run_dir
             assert not list(run_dir.glob("*universal*"))
+    train(make_config(tmp_path / "whole", store, **{"train.accum": 2}), noise=0.0)
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    whole, shared = (sum(line["loss_k"][0] for line in read_metrics(tmp_path / name, "val")) for name in ("whole", "shared"))
+    assert shared == pytest.approx(whole, rel=1e-6)
     train(make_config(tmp_path / "alone", store, **{"train.micro_tokens": 2000, "train.accum": 2, "train.steps": 2}))
     uneven, alone = (read_metrics(tmp_path / name, "val")[0] for name in ("uneven", "alone"))
     assert uneven["loss_k"] == pytest.approx(alone["loss_k"], rel=1e-6) and uneven["accept_k"] == alone["accept_k"]

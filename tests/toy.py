@@ -1,6 +1,6 @@
 """A small head, store and config for the training tests, and a program that trains them under torchrun:
 
-torchrun --nproc_per_node 2 tests/toy.py jobs.json      jobs: [{run_dir, store, set: {dotted key: value}, stop_before, error}, ...]
+torchrun --nproc_per_node 2 tests/toy.py jobs.json      jobs: [{run_dir, store, set: {dotted key: value}, noise, stop_before, error}, ...]
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class ToyHead(DraftHead):
     depths = 2
     depth_weights = (1.0, 0.5)
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.1) -> None:
         super().__init__()
+        self.noise = noise
         self.norm = nn.LayerNorm(SIZE)
         self.layers = nn.ModuleList(nn.Linear(SIZE, VOCAB) for _ in range(2))
         self.register_buffer("draft_ids_U", torch.arange(VOCAB))
@@ -56,7 +57,7 @@ class ToyHead(DraftHead):
         assert batch.last_TD is not None
         x_TD = self.norm(batch.last_TD) + 0.0 * batch.last_TD.square()  # a huge state overflows here and makes the loss NaN
         if self.training:
-            x_TD = x_TD + 0.1 * torch.randn(x_TD.shape).to(x_TD)
+            x_TD = x_TD + self.noise * torch.randn(x_TD.shape).to(x_TD)
         losses, hits = [], []
         for k, layer in enumerate(self.layers):
             assert isinstance(layer, nn.Linear)
@@ -110,13 +111,14 @@ def make_config(run_dir: Path, store: Path, **overrides: Any) -> config.RunConfi
     return cfg
 
 
-def train(cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead | None = None) -> dict[str, Any]:
+def train(cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead | None = None, noise: float = 0.1) -> dict[str, Any]:
     """One run. stop_before: the data of that step ends the run, as a crash does."""
     dist.start(1)
     torch.manual_seed(cfg.train.seed)
-    head = head or ToyHead()
+    head = head or ToyHead(noise)
     head.attach(Frozen(torch.zeros(VOCAB, SIZE), torch.zeros(VOCAB, SIZE)))
     data = (Store(Path(cfg.data.store)), (), cfg.train.micro_tokens, cfg.train.seed, dist.rank(), dist.world(), 4096)
+    data += (cfg.train.sequence_parallel,)
     batches = Batches(*data)
     if stop_before is not None:
         whole = batches.step
@@ -139,7 +141,7 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         cfg = make_config(Path(job["run_dir"]), Path(job["store"]), **job.get("set", {}))
         try:
-            train(cfg, job.get("stop_before"))
+            train(cfg, job.get("stop_before"), noise=job.get("noise", 0.1))
         except (UserError, RuntimeError) as error:
             if "error" not in job or job["error"] not in str(error):
                 raise

@@ -103,12 +103,13 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
     other = "write the name of another complete checkpoint into `latest`, or begin anew under another name"
     state = read_object(folder / "state.json", other)
     old = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    micros, world = state["world"] * old["train"]["accum"], dist.world()
-    if micros != world * cfg.train.accum:
-        fitting = f"set train.accum={micros // world}" if micros % world == 0 else f"go on with {state['world']} ranks"
+    was, now = state["world"] // old["train"]["sequence_parallel"], dist.world() // cfg.train.sequence_parallel
+    micros = was * old["train"]["accum"]
+    if micros != now * cfg.train.accum:
+        fitting = f"set train.accum={micros // now}" if micros % now == 0 else f"go on with {state['world']} ranks"
         raise UserError(
-            f"{folder}: a step was {state['world']} ranks x train.accum={old['train']['accum']} = {micros} micro-batches, now it is "
-            f"{world} x {cfg.train.accum}; {fitting}, or begin anew under another name"
+            f"{folder}: a step was {was} ranks x train.accum={old['train']['accum']} = {micros} micro-batches, now it is "
+            f"{now} x {cfg.train.accum}; {fitting}, or begin anew under another name"
         )
     changed = _changed(old, yaml.safe_load(to_yaml(cfg)))
     if changed:

@@ -35,9 +35,9 @@ METHODS = ("none", "ngram", "head")  # of evaluation
 # What the system may say of a path that a user named, or of a full disk: theirs to mend, so said in one line.
 PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
 
-AT_LEAST_1 = """train.steps train.accum train.micro_tokens train.val_every train.save_every train.keep train.log_every data.max_length
-    data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples eval.k eval.max_tokens eval.concurrency
-    log.every_console target.max_model_len target.tensor_parallel""".split()
+AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_tokens train.val_every train.save_every train.keep
+    train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples eval.k
+    eval.max_tokens eval.concurrency log.every_console target.max_model_len target.tensor_parallel""".split()
 
 
 @dataclass
@@ -82,6 +82,7 @@ class TrainConfig:
     steps: int = 1000
     micro_tokens: int = 4096  # tokens of one micro-batch on one rank (packed)
     accum: int = 1
+    sequence_parallel: int = 1  # neighbouring ranks that share each micro-batch, each a run of its labels: for long documents
     seed: int = 0
     dtype: str = "bfloat16"  # or float32, or auto
     val_every: int = 200
@@ -271,10 +272,9 @@ def check(run: RunConfig) -> None:
     need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
     need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
     need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
-    for key in ("optim.eps", "optim.weight_decay", "data.sampling.top_k", "train.seed"):
+    for key in ("optim.eps", "optim.weight_decay", "data.sampling.temperature", "data.sampling.top_k", "train.seed"):
         need(key, lambda v: 0 <= v < math.inf, "0 or more")
     need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
-    need("data.sampling.temperature", lambda v: 0 <= v < math.inf, "0 (greedy) or more")
     need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")
     need("eval.dtype", lambda v: v is None or v in DTYPES, f"null or one of {', '.join(DTYPES)}")
     several = f"`none`, to which the others are compared, and others of {', '.join(METHODS)}, each once"

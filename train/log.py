@@ -73,14 +73,14 @@ class Clock:
     def __init__(self, first_step: int, steps: int) -> None:
         self.first_step, self.steps = first_step, steps
         self.start = self.mark = time.perf_counter()
-        self.tokens, self.waited = 0, 0.0
+        self.tokens, self.waited = 0.0, 0.0
 
     def read(self, step: int, waited: float) -> dict[str, float]:
         """waited: seconds this rank has waited for data since the start of the run."""
         now = time.perf_counter()
         seconds, share = now - self.mark, (waited - self.waited) / (now - self.mark)
         tokens = dist.all_sum(torch.tensor([float(self.tokens)])).item()
-        self.mark, self.tokens, self.waited = now, 0, waited
+        self.mark, self.tokens, self.waited = now, 0.0, waited
         left = (self.steps - step) * (now - self.start) / (step - self.first_step)
         return {"tokens_per_second": tokens / seconds, "data_wait": share, "seconds_left": left, "peak_memory_gb": peak_memory_gb()}
 

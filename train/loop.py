@@ -37,7 +37,7 @@ def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> d
             log.say(f"going on after step {first} of {run_dir}")
         for step, micros in enumerate(stream, start=first):
             take_step(cfg, engine, step, micros, batches, meter)
-            clock.tokens += sum(len(batch.token_ids_T) for batch in micros)
+            clock.tokens += batches.tokens(step, every.accum)
 
             # ---- once in a while; `done` counts finished steps
             done = step + 1

@@ -69,7 +69,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
     head = build_on_meta(cfg, spec)
     counts = {split: count_tokens(cfg, split) for split in SPLITS}
     sizes = [store_size(cfg, head, spec, tokens) for tokens in counts.values()]
-    per_step = cfg.train.micro_tokens * cfg.train.accum * world
+    per_step = cfg.train.micro_tokens * cfg.train.accum * world // cfg.train.sequence_parallel
     trained = sum(p.numel() for p in head.parameters())
     return Plan(
         name=cfg.name,
@@ -107,7 +107,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     Activations kept for the backward pass, per token, depth and decoder block (hidden size D, N query heads and G key/value heads of
     size H, inner width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and after rotation,
     attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; per depth besides, the lm_head's input and its gradient 2 D.
-    All times b.
+    All times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound).
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Allocator overhead and communication buffers are left out.
     """
@@ -116,6 +116,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     U = head.draft_vocab_size or V
     blocks = sum(_block_activations(module.spec) for module in head.modules() if isinstance(module, Attention))
     D = _width(head, spec)
+    rows = -(-T // cfg.train.sequence_parallel)
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
@@ -124,7 +125,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "Adam moments": 8 * P // world,
         "gradients": 4 * P // (world if stage >= 2 else 1),
         "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
-        "activations": T * head.depths * (blocks + 2 * D) * b,
+        "activations": (rows * head.depths + T - rows) * (blocks + 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
         "hidden states of a batch": T * spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) * b,
     }

@@ -34,7 +34,12 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
 
 def open_batches(cfg: RunConfig, head: DraftHead, store: Store) -> Batches:
     train = cfg.train
-    found = Batches(store, head.taps, train.micro_tokens, train.seed, dist.rank(), dist.world(), cfg.data.max_length)
+    share = train.sequence_parallel
+    if dist.world() % share:
+        raise UserError(f"train.sequence_parallel={share}: the {dist.world()} ranks do not fall into groups of {share}")
+    if share > 1 and head.contiguous:
+        raise UserError(f"train.sequence_parallel={share}: this head draws its blocks over whole documents; leave it at 1")
+    found = Batches(store, head.taps, train.micro_tokens, train.seed, dist.rank(), dist.world(), cfg.data.max_length, share)
     say(f"{store.folder.name}: {len(store)} sequences, {store.manifest['supervised_tokens']:,} supervised tokens")
     if found.cut or found.skipped:
         say(f"  data.max_length={cfg.data.max_length}: {found.cut} cut, {found.skipped} left out for want of a supervised token")
