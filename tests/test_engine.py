@@ -298,7 +298,7 @@ def kill_when(call: str, ready: Any, running: Any) -> None:
 
 @pytest.mark.slow
 def test_a_killed_respond_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
-    out, n = tmp_path / "train.jsonl", 100
+    out, n = tmp_path / "train.jsonl", 300
     call = f"t.answer(Path({str(target)!r}), Path({str(out)!r}), t.prompts({n}), samples=1)"
 
     def lines() -> int:
