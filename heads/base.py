@@ -27,7 +27,7 @@ class TargetSpec:
     rope_theta: float
     max_positions: int
     rope_scaling: dict[str, Any] | None = None
-    model_type: str = "llama"
+    architecture: str = "LlamaForCausalLM"
     tied_embeddings: bool = False
 
 
@@ -68,9 +68,7 @@ class LossOut:
 
 @dataclass
 class Export:
-    """What an engine loads."""
-
-    config: dict[str, Any]  # its config.json
+    config: dict[str, Any]  # the config.json that an engine loads
     names: dict[str, str]  # our parameter name -> engine tensor name
     extra: dict[str, Tensor] = field(default_factory=dict)  # engine tensors that are no parameter of ours (maps, lm_head rows)
 
@@ -85,6 +83,7 @@ class DraftHead(nn.Module):
     contiguous: bool = False  # a depth of an anchor counts only where the tokens of all depths before it are supervised too
     self_labelled: bool = False  # the loss holds labels or weights made of the head's own output, constants to its gradient
     draft_vocab_size: int | None = None  # size of the reduced vocabulary; None: it drafts the target's whole one
+    begins_as: dict[str, str] = {}  # parameters of a new run that are tensors of the target's own: our name -> its name there
     target: TargetSpec
     frozen: Frozen
 

@@ -84,16 +84,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention of one draft layer over all depths: causal over depth 0, own chain beyond it."""
 
-    def __init__(self, spec: TargetSpec, input_size: int) -> None:
+    def __init__(self, spec: TargetSpec, input_size: int, qkv_bias: bool = False) -> None:
         super().__init__()
         try:
             rope_tables(spec, torch.zeros(1))  # here rather than in the first step: what the target asks for must be known
         except (KeyError, TypeError) as error:
             raise ValueError(f"rope scaling {spec.rope_scaling} of the target is not complete: {error}") from None
         self.spec = spec
-        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor, docs: Documents, cache: KeyValues, rows: Rows) -> Tensor:
@@ -142,12 +142,13 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm decoder layer. `input_norm=False` leaves out the norm before attention, as EAGLE-1 does in its first layer."""
+    """Pre-norm decoder layer. `input_norm=False` leaves out the norm before attention, as EAGLE-1 does in its first layer; `qkv_bias`
+    adds Qwen2's biases."""
 
-    def __init__(self, spec: TargetSpec, input_norm: bool = True) -> None:
+    def __init__(self, spec: TargetSpec, input_norm: bool = True, qkv_bias: bool = False) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(spec, spec.hidden_size)
+        self.self_attn = Attention(spec, spec.hidden_size, qkv_bias)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
 

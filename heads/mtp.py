@@ -19,11 +19,14 @@ from heads.base import Batch, Export, TargetSpec
 from heads.layers import Block, RMSNorm, llama_config
 from heads.recurrent import RecurrentHead
 
+MODULE = "model.mtp_layers.0."  # before every tensor of the module in a MiMo checkpoint
+
 
 class MTP(RecurrentHead):
     """depths: K recursions, each weighted depth_decay^k. norms: the restored RMSNorms. loss_chunk: label positions per chunk."""
 
     needs_last = "all"
+    qkv_bias = False  # the engine's block is Qwen2's, which has biases on q, k and v: zero in the export of a head without them
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class MTP(RecurrentHead):
         self.token_layernorm = RMSNorm(size, eps) if norms else None
         self.hidden_layernorm = RMSNorm(size, eps) if norms else None
         self.input_proj = nn.Linear(2 * size, size, bias=False)
-        self.block = Block(target, input_norm=norms)
+        self.block = Block(target, input_norm=norms, qkv_bias=self.qkv_bias)
         self.final_layernorm = RMSNorm(size, eps) if norms else None
 
     def caches(self) -> list[KeyValues]:
@@ -62,13 +65,15 @@ class MTP(RecurrentHead):
         y = self.final_layernorm(self.block(x, docs, caches[0], last=True))
         return y, y
 
+    def engine_names(self) -> dict[str, str]:
+        """Our parameter name -> the engine's."""
+        prefix, block = (MODULE, MODULE) if self.norms else ("", "layers.0.")
+        names = {name: block + name[6:] if name.startswith("block.") else prefix + name for name in self.state_dict()}
+        return names if self.norms else names | {"input_proj.weight": "fc.weight"}
+
     def export(self) -> Export:
         """vLLM's MiMo MTP layout (embedding and lm_head come from the target), or without norms its EAGLE-1 layout."""
-        prefix = "model.mtp_layers.0." if self.norms else ""
-        block = prefix if self.norms else "layers.0."
-        proj = f"{prefix}input_proj.weight" if self.norms else "fc.weight"
-        names = {name: block + name[6:] if name.startswith("block.") else prefix + name for name in self.state_dict()}
-        names["input_proj.weight"] = proj
+        names = self.engine_names()
         if not self.norms:
             return Export(llama_config(self.target) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, names)
         config = llama_config(self.target) | {
@@ -79,8 +84,8 @@ class MTP(RecurrentHead):
             "num_nextn_predict_layers": 1,
         }
         heads = {"q": self.target.num_heads, "k": self.target.num_kv_heads, "v": self.target.num_kv_heads}
-        biases = {f"{prefix}self_attn.{x}_proj.bias": torch.zeros(n * self.target.head_dim) for x, n in heads.items()}
-        return Export(config, names, biases)  # the engine's block is Qwen2's, which has these biases
+        biases = {f"{MODULE}self_attn.{x}_proj.bias": torch.zeros(n * self.target.head_dim) for x, n in heads.items()}
+        return Export(config, names, {} if self.qkv_bias else biases)
 
     def serving(self, k: int) -> dict[str, Any]:
         t = self.target

@@ -27,6 +27,7 @@ SPEC = TargetSpec(
     rms_norm_eps=1e-5,
     rope_theta=10000.0,
     max_positions=512,
+    architecture="MiMoForCausalLM",  # a family that ships a module of its own, which heads may ask for
 )
 
 

@@ -9,14 +9,14 @@ import pytest
 from conftest import plugin_installed
 
 from eval.layouts import LAYOUTS
-from eval.vllm_plugin import DRAFTS, register
+from eval.vllm_plugin import DRAFTS, TARGETS, register
 
 
 def test_vllm_finds_the_plugin_and_every_class_of_it(tmp_path):
     text = next(plugin_installed(tmp_path).rglob("entry_points.txt")).read_text()
     assert text == "[vllm.general_plugins]\ndraftsmith = eval.vllm_plugin:register\n"
     assert importlib.import_module("eval.vllm_plugin").register is register
-    for place in DRAFTS.values():
+    for place in (DRAFTS | TARGETS).values():
         module, _, name = place.partition(":")
         assert isinstance(getattr(importlib.import_module(module), name), type)
 

@@ -10,7 +10,7 @@ from data.batch import Batches
 from data.errors import UserError
 from data.identity import template_hash, tokenizer_hash
 from data.store import Store, check_compatible
-from data.target import fingerprint, frozen
+from data.target import fingerprint, frozen, tensors
 from data.vocab import count_supervised, coverage, draft_vocab
 from heads.base import DraftHead
 from train import checkpoint, dist
@@ -55,6 +55,8 @@ def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Store) -> No
     head.attach(parts)
     if checkpoint.latest(Path(cfg.run_dir)) is None:
         head.start_from(parts)
+        own = tensors(target_dir, head.begins_as.values())
+        head.load_state_dict({ours: own[theirs] for ours, theirs in head.begins_as.items()}, strict=False)
         if (init := _init_step(cfg)) is not None:
             _load(head, init)
 

@@ -1,5 +1,5 @@
-"""Engine-side classes for heads that stock vLLM (0.32) does not load, as a vLLM plug-in (entry point `vllm.general_plugins` in
-pyproject.toml). Nothing of vLLM is patched; an export's config.json names the class."""
+"""Engine-side classes for heads that stock vLLM (0.32) does not load, and for a target whose states it does not hand out, as a vLLM
+plug-in (entry point `vllm.general_plugins` in pyproject.toml). Nothing of vLLM is patched; an export's config.json names the class."""
 
 # vLLM renames an architecture of method eagle3 that does not begin with Eagle3, and one of method dflash that neither begins nor ends
 # with DFlash.
@@ -9,6 +9,7 @@ DRAFTS = {
     "DraftsmithDFlash": "eval.vllm_plugin.dflash:DFlash",
     "DraftsmithDSparkDFlash": "eval.vllm_plugin.dflash:DSpark",
 }
+TARGETS = {"DraftsmithMiMo": "eval.vllm_plugin.mimo:MiMo"}  # data.engine_job.CAPTURED_AS asks for it
 
 
 def register() -> None:
@@ -16,6 +17,6 @@ def register() -> None:
     from vllm import ModelRegistry
 
     known = ModelRegistry.get_supported_archs()
-    for architecture, place in DRAFTS.items():
+    for architecture, place in (DRAFTS | TARGETS).items():
         if architecture not in known:
             ModelRegistry.register_model(architecture, place)
