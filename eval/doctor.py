@@ -15,7 +15,7 @@ from data.check import Fault, check_splits, show_faults
 from data.errors import UserError
 from data.store import Store
 from data.vocab import count_supervised, coverage
-from eval.export import cast, engine_config, read_export, validate_export
+from eval.export import engine_files, read_export, validate_export
 from eval.report import find
 from heads.base import DraftHead
 
@@ -43,6 +43,7 @@ def measurements(run_dir: Path) -> dict[str, dict[str, Any]]:
         if head := find(report, "head"):
             positions = [n / max(1, head["drafts"]) for n in head["accepted_per_position"]]
             found["engine"] = {"length": head["acceptance_length"], "positions": positions, "dtype": report["target"]["dtype"]}
+            found["engine"] |= report.get("quantization", {})
     return found
 
 
@@ -63,18 +64,17 @@ def export_faults(head: DraftHead, folder: Path) -> list[Fault]:
     except UserError as error:
         return [Fault("export", str(error))]
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    export, state = head.export(), head.state_dict()
-    should = engine_config(export, getattr(torch, stored["dtype"]))
+    scheme = read_export(folder).get("quantization", {}).get("scheme")
+    tensors, should, _ = engine_files(head, getattr(torch, stored["dtype"]), scheme)
     differ = sorted(key for key in stored.keys() | should.keys() if stored.get(key) != should.get(key))
     faults = []
     for key in differ:
         text = f"{folder}/config.json: {key} is {stored.get(key)}, the head has {should.get(key)}: export again"
         faults.append(Fault("rope" if key in ROPE else "export", text))
     with safe_open(folder / "model.safetensors", "pt") as f:
-        for ours, theirs in export.names.items():
-            tensor = f.get_tensor(theirs)
-            if not torch.equal(tensor, cast(state[ours], tensor.dtype)):
-                faults.append(Fault("weights", f"{theirs} of the export is not the checkpoint's {ours}: export again"))
+        for name, tensor in tensors.items():
+            if not torch.equal(f.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)):  # torch cannot compare 8-bit floats
+                faults.append(Fault("weights", f"{name} of the export is not the checkpoint's: export again"))
     return faults
 
 
@@ -84,7 +84,9 @@ def gap_faults(found: dict[str, dict[str, Any]], others: list[Fault]) -> list[Fa
     faults = []
     if offline and engine and abs(offline["length"] / engine["length"] - 1) > APART and not others:
         text = f"offline {offline['length']:.3f} and engine {engine['length']:.3f} differ"
-        if engine["dtype"] != "float32":
+        if "scheme" in engine:
+            faults.append(Fault("quantization", f"{text}: the export has {engine['scheme']} weights; another scheme, or none, costs less"))
+        elif engine["dtype"] != "float32":
             faults.append(Fault("dtype", f"{text}: measure with eval.dtype=float32; if they meet there, it is rounding"))
         else:
             faults.append(Fault("numerics", f"{text} in float32 too: the engine's layer computes something else than the head's"))

@@ -23,6 +23,7 @@ from torch import Tensor
 from data import target as targets
 from data.errors import UserError
 from data.files import read_object
+from eval import quantize
 from eval.layouts import LAYOUTS, check_config
 from heads import build
 from heads.base import DraftHead, Export, Frozen, TargetSpec
@@ -41,7 +42,7 @@ def check_fingerprint(trained_on: str, target_dir: Path) -> None:
         )
 
 
-def export_head(
+def export_head(  # noqa: PLR0913
     head: DraftHead,
     frozen: Frozen,
     target_dir: Path,
@@ -51,23 +52,19 @@ def export_head(
     head_cfg: dict[str, Any],
     k: int,
     provenance: dict[str, Any],
+    quantization: str | None = None,
 ) -> Path:
     """Writes `out` (replaced whole, atomically) and returns it.
 
     head: with its trained weights, on the device of the frozen parts. dtype: of the served target; the engine runs a head in no
     other. head_cfg: the head section of the run (`_target_` and arguments). k: drafts per pass in the stored serving JSON.
-    UserError: the folder would not pass validate_export."""
+    quantization: a scheme of eval.quantize. UserError: the folder would not pass validate_export."""
     head.attach(frozen)
-    export = head.export()
-    state = head.state_dict()
-    forgotten = [name for name, _ in head.named_parameters() if name not in export.names]
-    assert not forgotten, f"{type(head).__name__}.export names no tensor for {forgotten}"
-    tensors = {theirs: cast(state[ours], dtype) for ours, theirs in export.names.items()} | {
-        theirs: cast(tensor, dtype) for theirs, tensor in export.extra.items()
-    }
-    assert len(tensors) == len(export.names) + len(export.extra), "two tensors under one name"
-    config = engine_config(export, dtype)
-    about = {
+    if quantization is not None:
+        quantize.check_scheme(quantization, head.serving(k)["method"], head.export().config["architectures"][0])
+    tensors, config, full = engine_files(head, dtype, quantization)
+    said = {"quantization": {"scheme": quantization, "bytes": quantize.size_of(tensors), "bytes_without": full}} if quantization else {}
+    about = said | {
         "format_version": FORMAT_VERSION,
         "head": head_cfg,
         "serving": head.serving(k),
@@ -87,6 +84,21 @@ def export_head(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def engine_files(head: DraftHead, dtype: torch.dtype, quantization: str | None) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """What an export of the head holds: (tensors, config.json, bytes that the tensors would have without quantization)."""
+    export, state = head.export(), head.state_dict()
+    forgotten = [name for name, _ in head.named_parameters() if name not in export.names]
+    assert not forgotten, f"{type(head).__name__}.export names no tensor for {forgotten}"
+    whole = {theirs: state[ours] for ours, theirs in export.names.items()} | export.extra
+    assert len(whole) == len(export.names) + len(export.extra), "two tensors under one name"
+    tensors, config = {name: cast(tensor, dtype) for name, tensor in whole.items()}, engine_config(export, dtype)
+    full = quantize.size_of(tensors)
+    if quantization is not None:
+        small, config["quantization_config"] = quantize.rounded(whole, quantization, dtype)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in quantize.rounded_names(whole)} | small
+    return tensors, config, full
 
 
 def trained_head(
@@ -163,7 +175,7 @@ def validate_export(folder: Path, target: TargetSpec) -> None:
     if faults:  # shapes follow from the config: with a broken one they mean nothing
         raise UserError(f"{folder}: not a sound export: {'; '.join(faults)}")
     try:
-        faults = _check_tensors(folder / "model.safetensors", config, LAYOUTS[method, architecture](config))
+        faults = _check_tensors(folder / "model.safetensors", config, method)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder}/model.safetensors: unreadable ({error}): export again") from error
     if faults:
@@ -181,9 +193,10 @@ def _check_path(folder: Path, method: str) -> None:
             )
 
 
-def _check_tensors(path: Path, config: dict[str, Any], layout: tuple[dict[str, tuple[int, ...]], set[str]]) -> list[str]:
-    """layout: (name -> shape of all tensors that the engine's class reads, names among them that may be absent)."""
-    shapes, optional = layout
+def _check_tensors(path: Path, config: dict[str, Any], method: str) -> list[str]:
+    """Faults of the tensors against those that the engine's class reads."""
+    shapes, optional = LAYOUTS[method, config["architectures"][0]](config)
+    shapes, dtypes = quantize.stored(shapes, config) if "quantization_config" in config else (shapes, {})
     faults = []
     with safe_open(path, framework="pt") as f:
         plain = {name.replace("midlayer.", "layers.0."): name for name in f.keys()}  # noqa: SIM118 (no mapping)
@@ -197,9 +210,9 @@ def _check_tensors(path: Path, config: dict[str, Any], layout: tuple[dict[str, t
                 faults.append(f"{stored} has shape {list(tensor.shape)}, the config asks for {list(shapes[name])}")
             elif name == "d2t":
                 faults += _check_d2t(tensor, config["vocab_size"])
-            elif str(tensor.dtype) != f"torch.{config['dtype']}":
-                faults.append(f"{stored} is {tensor.dtype}, the config says {config['dtype']}")
-            elif not tensor.isfinite().all():
+            elif tensor.dtype != (asked := dtypes.get(name, getattr(torch, config["dtype"]))):
+                faults.append(f"{stored} is {tensor.dtype}, the config says {asked}")
+            elif not tensor.float().isfinite().all():
                 faults.append(f"{stored} holds NaN or Inf")
     return faults
 

@@ -55,6 +55,11 @@ def comparison(report: dict[str, Any]) -> str:
     if offline is None or head is None:
         return "The offline chain was not run."
     here, there = offline["acceptance_length"], head["acceptance_length"]
+    if said := report.get("quantization"):
+        return (
+            f"Acceptance length {here:.3f} with the training module, {there:.3f} in the engine with {said['scheme']} weights: "
+            f"rounding costs {here - there:.3f}. The export has {said['bytes'] / 1e6:.1f} MB instead of {said['bytes_without'] / 1e6:.1f}."
+        )
     most = here + offline["unjudged_drafts"] / max(1, offline["drafts"])
     text = f"Acceptance length {here:.3f} with the training module, {there:.3f} in the engine"
     if offline["unjudged_drafts"]:

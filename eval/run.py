@@ -32,6 +32,12 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
     export = read_export(export_dir)
     if export["head"] != cfg.head:
         raise UserError(f"{export_dir}: exported from head {export['head']}, the conf says {cfg.head}; use the conf it was trained with")
+    scheme = export.get("quantization", {}).get("scheme")
+    if scheme != cfg.export.quantization:
+        raise UserError(
+            f"{export_dir}: exported with export.quantization={scheme or 'null'}, the conf says {cfg.export.quantization or 'null'}: "
+            "`python launch/export.py conf=<name>` with the same word exports again"
+        )
     if not prompts:
         raise UserError("data.prompts: no prompt for the split 'heldout', which is what is measured; add some, or give some meta.split")
     settings = {"eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
@@ -50,7 +56,9 @@ def _measure(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
     if "head" in cfg.eval.methods:
         dtype = getattr(torch, cfg.eval.dtype or cfg.target.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        step = run_dir / read_export(export_dir)["provenance"]["checkpoint"]
+        export = read_export(export_dir)
+        step = run_dir / export["provenance"]["checkpoint"]
         head = trained_head(cfg.head, target_dir, load_head(step), dtype, device)
         report["offline"] = offline_report(cfg, head, target_dir, answers)
+        report |= {key: export[key] for key in ("quantization",) if key in export}
     return report

@@ -22,6 +22,7 @@ from data.prompts import ChatRecord, write_jsonl_line
 from data.target import spec
 from eval.accept import Counts, bootstrap, figures
 from eval.export import check_fingerprint, read_export, validate_export
+from eval.quantize import check_device
 from eval.speedup import best_k, cost_per_draft
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
     if "head" in cfg.eval.methods:
         validate_export(export_dir, spec(target_dir))
         check_fingerprint(read_export(export_dir)["target_fingerprint"], target_dir)
+        if quantization := read_export(export_dir).get("quantization"):
+            check_device(quantization["scheme"], torch.cuda.is_available())
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
     encoded = all_prompt_ids(tokenizer, prompts)
     requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, cfg.eval.k)

@@ -11,7 +11,7 @@ import torch
 from data.errors import UserError
 from data.files import read_object
 from data.target import resolve
-from eval.export import check_fingerprint, export_head, trained_head
+from eval.export import check_fingerprint, export_head, read_export, trained_head
 from train.checkpoint import check_head, latest, load_head
 from train.config import RunConfig, main
 
@@ -28,8 +28,10 @@ def export(cfg: RunConfig) -> None:
     check_fingerprint(provenance["target"]["fingerprint"], target_dir)
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")
     about = {"dtype": getattr(torch, cfg.target.dtype), "head_cfg": cfg.head, "k": cfg.eval.k, "provenance": provenance}
-    out = export_head(head, head.frozen, target_dir, run_dir / "export" / "vllm", **about)
+    out = export_head(head, head.frozen, target_dir, run_dir / "export" / "vllm", **about, quantization=cfg.export.quantization)
     print(f"export: {step.name} -> {out}")
+    if said := read_export(out).get("quantization"):
+        print(f"export: {said['scheme']}, {said['bytes'] / 1e6:.1f} MB instead of {said['bytes_without'] / 1e6:.1f}")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -145,17 +146,24 @@ def lm_logits(head: LanguageModel, batch: Batch, docs: Documents, row: int, draf
     return torch.stack(out)
 
 
-def probed(folder: Path, cases: dict, prepare: Callable[[str, Path], object] = lambda name, export: None):
-    """(tokens, residual streams, last state, heads, what vLLM recorded). prepare: what is done to an export before. `eagle-` in a path
-    would make EAGLE-1 of any head whose method is not passed."""
-    target_dir = build_tiny(folder / "target")
+def probed(
+    folder: Path,
+    cases: dict,
+    prepare: Callable[[str, Path], object] = lambda name, export: None,
+    build_target: Callable[[Path], Path] = build_tiny,
+    schemes: Mapping[str, str] = MappingProxyType({}),
+):
+    """(tokens, residual streams, last state, heads, what vLLM recorded). prepare: what is done to an export before; schemes: in which its
+    weights are rounded. `eagle-` in a path would make EAGLE-1 of any head whose method is not passed."""
+    target_dir = build_target(folder / "target")
     tokens, residuals, last = greedy_states(target_dir)
     heads, jobs = {}, []
     for name, conf in cases.items():
         head, parts = random_head(conf, target_dir)
         serving = head.serving(3)
         place = folder / (f"eagle-{name}" if serving["method"].startswith("eagle") else name)
-        out = export_head(head, parts, target_dir, place, dtype=torch.float32, head_cfg=conf, k=3, provenance={"checkpoint": "step-000001"})
+        about = {"head_cfg": conf, "k": 3, "provenance": {"checkpoint": "step-000001"}, "quantization": schemes.get(name)}
+        out = export_head(head, parts, target_dir, place, dtype=torch.float32, **about)
         prepare(name, out)
         overrides = serving.pop("target_hf_overrides", None)
         jobs.append(
@@ -193,7 +201,7 @@ def test_each_switch_alone(alone, name):
     check(alone, name)
 
 
-def check(probe, name):
+def check(probe, name, tolerance=2e-3):
     tokens, residuals, last, heads, recorded = probe
     head, record = heads[name], recorded[name]
     assert record["output"] == tokens[len(PROMPT) :], "speculation changed the target's output"
@@ -210,7 +218,7 @@ def check(probe, name):
         finite = torch.isfinite(ours)
         assert torch.equal(finite, torch.isfinite(step["logits"]))
         error = (ours[finite] - step["logits"][finite]).norm() / ours[finite].norm()
-        assert error < 2e-3, f"logits of the pass at {step['committed']} differ by {error:.1e}"
+        assert error < tolerance, f"logits of the pass at {step['committed']} differ by {error:.1e}"
         assert drafts_Tk[row].tolist() == step["drafts"]
         judged += 1
         accepted.add(step["committed"])

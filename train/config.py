@@ -30,8 +30,7 @@ from train import dist
 
 ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
 CONF = ROOT / "conf"
-SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
-METHODS = ("none", "ngram", "head")  # of evaluation
+SCHEDULES, DTYPES, METHODS = ("cosine", "wsd", "constant"), ("bfloat16", "float32"), ("none", "ngram", "head")  # these of evaluation
 # What the system may say of a path that a user named, or of a full disk: theirs to mend, so said in one line.
 PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
 
@@ -118,6 +117,11 @@ class EvalConfig:
 
 
 @dataclass
+class ExportConfig:
+    quantization: str | None = None  # int8, int4 or fp8 weights; null: the target's dtype
+
+
+@dataclass
 class LogConfig:
     wandb: bool = True
     project: str = "draftsmith"
@@ -134,6 +138,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     zero: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's zero_optimization section
+    export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     dry_run: bool = False
@@ -143,8 +148,7 @@ def main(run: Callable[[RunConfig], object]) -> None:
     """The command line of every launch script: composes the config, calls `run`, turns a UserError into one line and exit code 2."""
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
-        print(usage(Path(sys.argv[0]).name))
-        return
+        return print(usage(Path(sys.argv[0]).name))
     try:
         run(load(argv))
     except KeyboardInterrupt:
@@ -181,13 +185,11 @@ def choices(group: str, conf_dir: Path = CONF) -> list[str]:
 
 def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
     """Composes conf_dir/config.yaml with the overrides in `argv` into checked dataclasses. Writes no file and no folder.
-
     run_dir, data.responses and data.store come back absolute. Raises UserError: no or unknown conf, unknown key, bad value.
     """
     confs = ", ".join(choices("conf", conf_dir))
-    for word in argv:
-        if word.startswith("--"):
-            raise UserError(f"unknown flag {word}; options are written key=value, and --help shows what there is")
+    if flags := [word for word in argv if word.startswith("--")]:
+        raise UserError(f"unknown flag {flags[0]}; options are written key=value, and --help shows what there is")
     names = [word.removeprefix("conf=") for word in argv if word.startswith("conf=")]
     if not names:
         raise UserError(f"no conf given; add conf=<name>, one of: {confs}")
@@ -218,14 +220,11 @@ def _compose(overrides: list[str], conf_dir: Path) -> DictConfig:
 def _explain(error: Exception, argv: list[str], conf_dir: Path) -> str:
     """One sentence for what Hydra or OmegaConf raised: the key, what is wrong with it, and what it could be."""
     text = f"{error}\n{error.__cause__ or ''}"
-    lost = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
-    if lost:
+    if lost := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, choice = lost.groups()
         return f"{group}={choice} does not exist (conf/{group}/{choice}.yaml); one of: {', '.join(choices(group, conf_dir))}"
-    found = re.search(r"full_key: (\S+)", text)
-    key = found[1] if found else ""
-    in_file = re.search(r"In '([^']+)': \w+ raised", text)
-    place = f"conf/{in_file[1]}.yaml: " if in_file else ""
+    key = found[1] if (found := re.search(r"full_key: (\S+)", text)) else ""
+    place = f"conf/{in_file[1]}.yaml: " if (in_file := re.search(r"In '([^']+)': \w+ raised", text)) else ""
     if "missing mandatory value" in text:
         return f"{key} has no value; set it in the conf or as {key}=<value>"
     if re.search(r"not in struct|Key '.*' not in|Could not override", text):
@@ -283,6 +282,7 @@ def check(run: RunConfig) -> None:
     need("target.max_model_len", lambda v: v <= longest, f"at most {longest}, the positions that the target knows (target.spec)")
     need("name", lambda v: bool(v.strip()), "a name")
     need("data.sampling.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
+    need("export.quantization", lambda v: v in (None, "int8", "int4", "fp8"), "null or one of int8, int4, fp8")
     _check_groups(run)
 
 
