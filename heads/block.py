@@ -95,6 +95,14 @@ class BlockHead(DraftHead):
         chunk, term = self.loss_chunk, self.term(previous_KB)
         return fused_loss(x_KBD, head_VD, head_VD, batch.last_TD, labels, weight_K, self.mixture, chunk, term)
 
+    def worked(self, tokens: int) -> tuple[float, float]:
+        """See ChainHead.worked. The context passes fc and the projections to keys and values, slots pass the layers."""
+        blocks, fc = min(self.anchors, tokens), self.fc.weight.numel()
+        layers = {name: p.numel() for name, p in self.layers.named_parameters() if p.dim() > 1}
+        context = fc + sum(size for name, size in layers.items() if "k_proj" in name or "v_proj" in name)
+        whole = sum(layers.values())
+        return (tokens * context + blocks * self.block_size * whole) / (fc + whole), blocks * self.depths
+
     # ---- the pass
 
     def context(self, batch: Batch, docs: Documents) -> list[Pair]:

@@ -45,6 +45,7 @@ class ChainHead(DraftHead):
             raise ValueError(f"head.draft_vocab_size must be null or in 1..{target.vocab_size}, the target's size, not {draft_vocab_size}")
         self.target, self.depths, self.loss_chunk = target, depths, loss_chunk
         self.depth_weights = tuple(depth_decay**k for k in range(depths))
+        self.shares = [1.0] * depths  # of the anchors that training works on, at each depth
         size = draft_vocab_size or target.vocab_size
         self.draft_vocab_size = size if size < target.vocab_size else None
         self.draft_ids_U: Tensor | None
@@ -91,6 +92,11 @@ class ChainHead(DraftHead):
         inside_KL = docs.positions_T[position_L] >= 1 + depth_K1
         token_L = self.draft_index(batch.token_ids_T[index][position_L])
         return Labels(position_L, torch.where(inside_KL, position_L - self.ahead - depth_K1, -1), token_L)
+
+    def worked(self, tokens: int) -> tuple[float, float]:
+        """What training works on in a batch of so many tokens, over all depths: (times a row passes the matrices, all of them together,
+        times one reaches an lm_head)."""
+        return tokens * sum(self.shares), tokens * sum(self.shares)
 
     def draft_index(self, token_L: Tensor) -> Tensor:
         """Indices into the draft vocabulary of target ids; -1 for those that it lacks."""

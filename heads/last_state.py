@@ -75,6 +75,10 @@ class LastStateHead(ChainHead):
         depth)."""
         raise NotImplementedError
 
+    def worked(self, tokens: int) -> tuple[float, float]:
+        """Every depth has matrices of its own."""
+        return tokens, tokens * self.depths
+
     def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
         docs.need(labels.row_KL)
         labels.row_KL = docs.needed.place(labels.row_KL)

@@ -73,6 +73,9 @@ class MLPSpeculator(LastStateHead):
         state_weight = 0.5 ** (0.5 / depths)
         self.embed_scale = math.sqrt((1 - state_weight**2) * size / 2) / state_weight
 
+    def worked(self, tokens: int) -> tuple[float, float]:
+        return tokens * self.depths / len(self.proj), tokens * self.depths
+
     def head_rows(self, k: int) -> Tensor:
         return self.get_parameter(f"head.{0 if self.tied else k}.weight")
 

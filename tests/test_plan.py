@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import SPEC, batch_of, head_confs, ready
+from torch.utils.flop_counter import FlopCounterMode
 
 import heads
 from data.errors import UserError
@@ -79,6 +81,18 @@ def test_activations_are_about_what_autograd_keeps(conf, size):
         head.loss(batch)
     counted = sum(size for size, _ in kept.values())
     assert plan.memory(cfg, head, spec, 1)["activations"] == pytest.approx(counted, rel=1 / 3)
+
+
+@pytest.mark.parametrize("name", sorted(head_confs()))
+def test_operations_are_about_those_that_torch_counts(name):
+    """Every head, every position supervised: an upper bound, but no multiple. Ends of documents have no label at deep depths, first layers
+    pass no gradient on to the target's states, and taps are fused once for all depths."""
+    head = ready(head_confs()[name] | ({"anchors": 8} if "anchors" in head_confs()[name] else {}), torch.float32).train()
+    batch = batch_of(head, (32,) * 8, torch.float32)
+    batch.loss_mask_T[:] = True
+    with FlopCounterMode(display=False) as counter:
+        head.loss(batch).total.backward()
+    assert 0.95 < 256 * plan.flops_per_token(head, SPEC, 32, 256) / counter.get_total_flops() < 1.5
 
 
 def test_tokens_are_bounded_then_reckoned_then_counted(cfg, tmp_path):

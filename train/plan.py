@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import heads
 from data.errors import UserError
@@ -23,6 +22,8 @@ from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
 from data.selfprompt import split_sources
 from heads.base import DraftHead, TargetSpec
+from heads.block import BlockHead
+from heads.chain import ChainHead
 from heads.layers import Attention
 from train.config import ROOT, RunConfig
 
@@ -84,7 +85,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         max_store_gb=cfg.data.max_store_gb,
         steps=cfg.train.steps,
         tokens_per_step=per_step,
-        flops=cfg.train.steps * per_step * flops_per_token(head, spec, cfg.data.max_length),
+        flops=cfg.train.steps * per_step * flops_per_token(head, spec, cfg.data.max_length, cfg.train.micro_tokens),
         missing=missing_inputs(cfg),
     )
 
@@ -104,10 +105,10 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
 
     ZeRO (Rajbhandari et al. 2020, figure 1) with float32 masters and float32 gradient sums:
       weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w.
-    Activations kept for the backward pass, per token, depth and decoder block (hidden size D, N query heads and G key/value heads of
-    size H, inner width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and after rotation,
-    attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; per depth besides, the lm_head's input and its gradient 2 D.
-    All times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound).
+    Activations kept for the backward pass, per row worked on (`worked` of heads) and decoder block (hidden size D, N query heads and G
+    key/value heads of size H, inner width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and
+    after rotation, attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; the lm_head's input and its gradient 2 D. All
+    times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound).
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Allocator overhead and communication buffers are left out.
     """
@@ -115,8 +116,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     V, stage = spec.vocab_size, int(cfg.zero["stage"])
     U = head.draft_vocab_size or V
     blocks = sum(_block_activations(module.spec) for module in head.modules() if isinstance(module, Attention))
-    D = _width(head, spec)
-    rows = -(-T // cfg.train.sequence_parallel)
+    D, (rows, outputs), ranks = _width(head, spec), worked(head, T), cfg.train.sequence_parallel
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
@@ -125,10 +125,16 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "Adam moments": 8 * P // world,
         "gradients": 4 * P // (world if stage >= 2 else 1),
         "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
-        "activations": (rows * head.depths + T - rows) * (blocks + 2 * D) * b,
+        "activations": round((rows / ranks + T - T / ranks) * blocks + outputs / ranks * 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
         "hidden states of a batch": T * spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) * b,
     }
+
+
+def worked(head: DraftHead, tokens: int) -> tuple[float, float]:
+    """See ChainHead.worked."""
+    assert isinstance(head, ChainHead | BlockHead)
+    return head.worked(tokens)
 
 
 def _block_activations(spec: TargetSpec) -> int:
@@ -145,21 +151,22 @@ def _frozen_parameters(spec: TargetSpec) -> int:
     return spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
 
 
-def flops_per_token(head: DraftHead, spec: TargetSpec, length: int) -> float:
-    """Floating-point operations of one training token, every position supervised: an upper bound for data with prompts.
+def flops_per_token(head: DraftHead, spec: TargetSpec, length: int, tokens: int) -> float:
+    """Floating-point operations of one training token in a batch of `tokens`, every position supervised: an upper bound for data with
+    prompts.
 
-    2 per parameter and depth forward and 4 backward, for all matrices but a trained lm_head; attention scores and values over
-    half of `length` on average; lm_head over U: the teacher's 2 D U once where its states are read, per depth forward and input
-    gradient 4 D U, and where it is trained the weight gradient 2 D U more. An embedding of its own costs nothing to look up; it can be
-    the lm_head too.
+    Per row worked on 2 per parameter forward and 4 backward, for all matrices but those with a row for each token of the vocabulary;
+    attention scores and values over half of `length` on average; lm_head over U: the teacher's 2 D U once where its states are read, per
+    row that reaches it forward and input gradient 4 D U, and where it is trained the weight gradient 2 D U more. An embedding of its own
+    costs nothing to look up; it can be the lm_head too.
     """
-    D, U = _width(head, spec), head.draft_vocab_size or spec.vocab_size
-    tables = {id(module.weight) for module in head.modules() if isinstance(module, nn.Embedding)}
-    matrices = {name: p.numel() for name, p in head.named_parameters() if p.dim() > 1 and id(p) not in tables}
-    trained_head = matrices.pop("lm_head.weight", 0) or len(tables)
+    D, U, (rows, outputs) = _width(head, spec), head.draft_vocab_size or spec.vocab_size, worked(head, tokens)
+    matrices = [p.shape for p in head.parameters() if p.dim() > 1]
+    trained_head = (U, D) in matrices
+    inner = sum(shape.numel() for shape in matrices if shape[0] not in (U, spec.vocab_size))
     attention = sum(12 * m.spec.num_heads * m.spec.head_dim * (length / 2) for m in head.modules() if isinstance(m, Attention))
     teacher = 2 * spec.hidden_size * U if head.needs_last != "none" else 0
-    return teacher + head.depths * (6 * sum(matrices.values()) + attention + (6 if trained_head else 4) * D * U)
+    return teacher + (rows * (6 * inner + attention) + outputs * (6 if trained_head else 4) * D * U) / tokens
 
 
 def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
