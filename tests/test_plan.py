@@ -92,7 +92,7 @@ def test_operations_are_about_those_that_torch_counts(name):
     batch.loss_mask_T[:] = True
     with FlopCounterMode(display=False) as counter:
         head.loss(batch).total.backward()
-    assert 0.95 < 256 * plan.flops_per_token(head, SPEC, 32, 256) / counter.get_total_flops() < 1.5
+    assert 0.95 < 256 * plan.flops_per_token(head, SPEC, 32, 256) / counter.get_total_flops() < 1.6
 
 
 def test_tokens_are_bounded_then_reckoned_then_counted(cfg, tmp_path):
