@@ -38,6 +38,7 @@ td.wrap{white-space:normal;overflow-wrap:anywhere;text-align:left}
 .mark{position:absolute;top:-2px;bottom:-2px;width:2px;background:#1b2430}
 .value{font-size:.88rem;font-variant-numeric:tabular-nums;white-space:nowrap}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(290px,1fr));gap:16px}
+.charts>div{max-width:480px}.scroll+.scroll,.charts+.scroll{margin-top:16px}
 .charts h3{font-size:.95rem;margin:0 0 4px;font-weight:600}
 svg{display:block;width:100%;height:auto}
 pre{background:#f0f3f6;border:1px solid var(--line);border-radius:6px;padding:10px;font-size:.84rem;margin:6px 0}

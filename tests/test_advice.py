@@ -141,8 +141,8 @@ def test_comparisons_by_position_take_the_most_drafts_at_the_lowest_concurrency(
 def test_any_grid_makes_a_page(methods, ks, concurrencies, tmp_path):
     report = grid(methods, ks, concurrencies)
     _, html = written(report, tmp_path)
-    assert ("Speed-up against k, concurrency 1" in html) == (len(ks) > 1)
-    assert ("tokens per second against concurrency" in html) == (len(concurrencies) > 1)
+    assert ("Against k, concurrency 1" in html) == (len(ks) > 1)
+    assert ("tokens/s against concurrency" in html) == (len(concurrencies) > 1)
     assert ("best k by slice" in html) == (len(methods) > 1) and "In every cell all answers equal" in html
     assert html.count("vllm serve") == len({(c["method"], c["k"]) for c in report["recommendation"]["choices"]})
 
@@ -152,9 +152,8 @@ def test_published_heads_have_names_and_colours_of_their_own(tmp_path):
     others = [m | {"method": f"/models/{name}"} for name in ("first <head>", "second") for m in report["methods"] if m["k"]]
     report["methods"] += others
     _, html = written(report | {"recommendation": recommend(report["methods"])}, tmp_path)
-    assert (
-        "first &lt;head&gt;" in html and "#c2334d" in html and "#0b8f9c" in html and "/models/second" not in html.split("How to serve")[0]
-    )
+    assert "first &lt;head&gt;" in html and "#c2334d" in html and "#0b8f9c" in html
+    assert "/models/second" not in html.split("How to serve")[0]
 
 
 def test_terminal_shows_each_cell_and_commands_to_paste_in_80_columns(tmp_path, capsys, monkeypatch):
