@@ -141,13 +141,15 @@ def choices_text(report: Report) -> str:
     for (method, k), group in groupby(report["recommendation"]["choices"], lambda c: (c["method"], c["k"])):
         same = list(group)
         where = f"at {'' if clauses else 'concurrency '}{_listed([str(c['concurrency']) for c in same])}"
-        if method == "none":
-            rival = max((c["fastest_drafting"] for c in same if c["fastest_drafting"]), key=lambda r: r["speedup"], default=None)
-            why = f": the fastest, {label(rival['method'])} with k={rival['k']}, reaches {rival['speedup']:.2f}x" if rival else ""
-            clauses.append(f"{where} switch speculation off{why}")
-            continue
+        rival = max((c["fastest_drafting"] for c in same if c["fastest_drafting"]), key=lambda r: r["speedup"], default=None)
         speeds = _listed([f"{c['speedup']:.2f}x" for c in same]) + ("" if clauses else " the speed of plain decoding")
-        clauses.append(f"{where} use {label(method)} with k={k}: {speeds}")
+        if method != "none":
+            clauses.append(f"{where} use {label(method)} with k={k}: {speeds}")
+        elif rival:
+            fastest = f"{label(rival['method'])} with k={rival['k']}, reaches {rival['speedup']:.2f}x"
+            clauses.append(f"{where} switch speculation off: the fastest, {fastest}")
+        else:
+            clauses.append(f"{where} only plain decoding was measured")
     text = "; ".join(clauses)
     return f"{text[0].upper()}{text[1:]}."
 

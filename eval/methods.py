@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 METHODS = ("none", "ngram", "suffix", "draft_model", "head")
 NAMES = {"none": "plain", "ngram": "n-gram", "suffix": "suffix", "draft_model": "draft model", "head": "head", "offline": "head, offline"}
-LOOKUPS = {  # they find their drafts in text, which costs next to nothing
+LOOKUPS: dict[str, dict[str, Any]] = {  # they find their drafts in text, which costs next to nothing
     "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     # Without the answers of other requests: the same prompts come again at each concurrency.
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
 }
 SUFFIX_PACKAGE = ("arctic_inference", "arctic-inference==0.1.1")  # its module, and what vLLM 0.32 asks for
 # Published heads: by the type that vLLM's own format for them states (`speculators_model_type`), else by a word in the architecture's name.
-PUBLISHED_TYPES = {
+PUBLISHED_TYPES: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
     "dflash": {"method": "dflash"},

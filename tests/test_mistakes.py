@@ -26,10 +26,10 @@ from data.lock import alone
 from data.prompts import ChatRecord, read_prompts
 from data.target import resolve, spec, spec_from_config
 from eval.export import read_export, trained_head
-from eval.report import finished
 from eval.methods import METHODS
+from eval.report import finished
 from heads import build
-from train import checkpoint, checks
+from train import checkpoint, checks, config
 from train.config import ROOT, TargetConfig, load
 from train.plan import build_on_meta, plan
 
