@@ -26,7 +26,8 @@ def is_grid(report: Report) -> bool:
 
 def reference(report: Report) -> list[Cell]:
     """Of each method its cell with the most drafts at the lowest concurrency: where methods are compared position by position."""
-    lowest = [m for m in report["methods"] if m["concurrency"] == report["methods"][0]["concurrency"]]
+    first = min((m["concurrency"] for m in report["methods"]), default=None)
+    lowest = [m for m in report["methods"] if m["concurrency"] == first]
     most = {m["method"]: m["k"] for m in sorted(lowest, key=lambda m: m["k"])}
     return [m for m in lowest if m["k"] == most[m["method"]]]
 
