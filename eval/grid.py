@@ -56,7 +56,7 @@ def speed(report: Report) -> str:
             drawn.append((f"Against k, concurrency {concurrency}", chart(lines, "drafts per pass, k", most, places)))
     if len(concurrencies) > 1:
         places = [(math.log2(c), str(c)) for c in concurrencies]
-        for title, figure in (("Output tokens/s", "tokens_per_second"), ("Speed-up", "speedup")):
+        for title, figure in (("Tokens/s", "tokens_per_second"), ("Speed-up", "speedup")):
             lines = [Line(label(m), _fastest(report, m, figure), colours[m]) for m in dict.fromkeys(m["method"] for m in report["methods"])]
             drawn.append((f"{title} against concurrency", chart(lines, "requests in flight", None, places)))
     return charts(drawn)

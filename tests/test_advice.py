@@ -142,7 +142,7 @@ def test_any_grid_makes_a_page(methods, ks, concurrencies, tmp_path):
     report = grid(methods, ks, concurrencies)
     _, html = written(report, tmp_path)
     assert ("Against k, concurrency 1" in html) == (len(ks) > 1)
-    assert ("tokens/s against concurrency" in html) == (len(concurrencies) > 1)
+    assert ("Tokens/s against concurrency" in html) == (len(concurrencies) > 1)
     assert ("best k by slice" in html) == (len(methods) > 1) and "In every cell all answers equal" in html
     assert html.count("vllm serve") == len({(c["method"], c["k"]) for c in report["recommendation"]["choices"]})
 
