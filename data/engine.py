@@ -229,7 +229,7 @@ def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> dict[
     return {"seconds": 0.0, "tokens_per_second": 0.0}
 
 
-def generate(  # noqa: PLR0913
+def generate_each(  # noqa: PLR0913
     *,
     target_dir: Path,
     target_cfg: TargetConfig,
@@ -237,25 +237,32 @@ def generate(  # noqa: PLR0913
     speculative: dict[str, Any] | None,
     hf_overrides: dict[str, Any] | None,
     dtype: str,
-    concurrency: int,
+    concurrencies: list[int],
     max_model_len: int,
     temperature: float = 0.0,
-) -> dict[str, Any]:
-    """Answers prompts {id, prompt_ids, max_tokens}, at most `concurrency` at a time, with the given speculative config or none.
+) -> list[dict[str, Any]]:
+    """Answers prompts {id, prompt_ids, max_tokens} with the given speculative config or none, once at each concurrency (most requests in
+    flight), all in one engine. One result per concurrency.
 
-    Returns outputs {id: {token_ids, finish_reason, drafts, draft_tokens, accepted_per_position}}, ttft_ms and itl_ms (one number per
+    Each is outputs {id: {token_ids, finish_reason, drafts, draft_tokens, accepted_per_position}}, ttft_ms and itl_ms (one number per
     request), seconds, output_tokens, and vLLM's own counters over the same requests. Two warm-up requests count nowhere. On a GPU
     the engine is compiled, as it is where speed is measured; on a CPU that takes longer than it gains here.
     """
     assert speculative is None or "method" in speculative, "vLLM guesses a missing method from the folder's name"
-    k = speculative["num_speculative_tokens"] if speculative else 0
+    k, seqs = speculative["num_speculative_tokens"] if speculative else 0, max(concurrencies)
     compiled = torch.cuda.is_available()
-    llm = llm_settings(target_dir, target_cfg, dtype=dtype, max_model_len=max_model_len, seqs=concurrency, compiled=compiled, k=k)
+    llm = llm_settings(target_dir, target_cfg, dtype=dtype, max_model_len=max_model_len, seqs=seqs, compiled=compiled, k=k)
     if temperature > 0:
         llm |= whole_prompts(llm)
     target = spec(target_dir)
     longest = min(max_model_len, max(len(p["prompt_ids"]) + p["max_tokens"] for p in prompts) + k)
     layers = target.num_layers * (2 if speculative else 1)  # a draft's own layers are fewer than the target's
-    job = {"task": "generate", "llm": llm, "states": False, **cache_plan(target, llm, tokens=concurrency * longest, layers=layers)}
+    job = {"task": "generate", "llm": llm, "states": False, **cache_plan(target, llm, tokens=seqs * longest, layers=layers)}
     job |= {"speculative": speculative, "hf_overrides": hf_overrides, "temperature": temperature, "stop_ids": stop_ids(target_dir)}
-    return run_child(job, prompts, "generate", len(prompts), "answers")
+    job |= {"concurrencies": concurrencies}
+    return run_child(job, prompts, "generate", len(prompts) * len(concurrencies), "answers")["results"]
+
+
+def generate(*, concurrency: int, **settings: Any) -> dict[str, Any]:
+    """generate_each at one concurrency: its result."""
+    return generate_each(concurrencies=[concurrency], **settings)[0]

@@ -221,34 +221,40 @@ def pooled(outputs: list[dict[str, Any]], k: int) -> dict[str, Any]:
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """Answers job items (id, prompt_ids, max_tokens) with or without speculation, and measures. Two are asked before, to warm up."""
+    """Answers job items (id, prompt_ids, max_tokens) with or without speculation, and measures, once at each of job["concurrencies"].
+    Two are asked before, to warm up."""
     speculative = job["speculative"]
     count = "summary" if speculative else "none"
     llm = start(job, speculative_config=speculative, hf_overrides=job["hf_overrides"] or {}, per_request_spec_decode_metrics=count)
     wanted = list(items(job))
+    drive(llm, generate_asks(job, wanted[:2], 16, "warm-up "), job["llm"]["max_num_seqs"], lambda _: False)
+    return {"results": [measure(llm, job, wanted, n, i * len(wanted)) for i, n in enumerate(job["concurrencies"])]}
 
-    def asks(chosen: list[dict[str, Any]], limit: int, prefix: str) -> Iterator[Ask]:
-        for item in chosen:
-            params = SamplingParams(
-                temperature=job["temperature"],
-                max_tokens=min(item["max_tokens"], limit),
-                seed=request_seed(item["id"], 0),
-                stop_token_ids=job["stop_ids"],
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            yield Ask(prefix + item["id"], item["prompt_ids"], params)
 
-    drive(llm, asks(wanted[:2], 16, "warm-up "), job["llm"]["max_num_seqs"], lambda _: False)
+def generate_asks(job: dict[str, Any], chosen: list[dict[str, Any]], limit: int, prefix: str) -> Iterator[Ask]:
+    for item in chosen:
+        params = SamplingParams(
+            temperature=job["temperature"],
+            max_tokens=min(item["max_tokens"], limit),
+            seed=request_seed(item["id"], 0),
+            stop_token_ids=job["stop_ids"],
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        yield Ask(prefix + item["id"], item["prompt_ids"], params)
+
+
+def measure(llm: LLM, job: dict[str, Any], wanted: list[dict[str, Any]], in_flight: int, done: int) -> dict[str, Any]:
+    """The figures of one run over all items. done: answers of earlier runs, for the progress."""
     finished: dict[str, RequestOutput] = {}
     before, began = spec_counters(llm), time.monotonic()
 
     def on_output(output: RequestOutput) -> bool:
         finished[output.request_id] = output
-        report(len(finished), "")
+        report(done + len(finished), "")
         return False
 
-    drive(llm, asks(wanted, 2**31, ""), job["llm"]["max_num_seqs"], on_output)
+    drive(llm, generate_asks(job, wanted, 2**31, ""), in_flight, on_output)
     seconds, after = time.monotonic() - began, spec_counters(llm)
     result = measured([finished[item["id"]] for item in wanted])
     ahead, behind = after.pop("accepted_per_position"), before.pop("accepted_per_position")

@@ -125,7 +125,7 @@ def offline_report(cfg: RunConfig, head: DraftHead, target_dir: Path, answers_pa
         parameter = next(head.parameters())
         answers, _ = read_jsonl_tolerant(answers_path)
         return {
-            **offline(head, store, answers, cfg.eval.k, parameter.device, parameter.dtype),
+            **offline(head, store, answers, max(cfg.eval.ks), parameter.device, parameter.dtype),
             "dtype": str(parameter.dtype).removeprefix("torch."),
         }
     finally:

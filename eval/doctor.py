@@ -15,8 +15,8 @@ from data.check import Fault, check_splits, show_faults
 from data.errors import UserError
 from data.store import Store
 from data.vocab import count_supervised, coverage
+from eval.advice import find
 from eval.export import engine_files, read_export, validate_export
-from eval.report import find
 from heads.base import DraftHead
 
 if TYPE_CHECKING:

@@ -169,7 +169,7 @@ def validate_export(folder: Path, target: TargetSpec) -> None:
         raise UserError(
             f"{folder}/config.json: architecture {architecture} with method {method!r} is not checked by this program, which knows {known}"
         )
-    _check_path(folder, method)
+    check_path(folder, method, "set run_dir to another")
     faults = [f"unknown file {path.name}" for path in sorted(folder.iterdir()) if path.name not in FILES]
     faults += check_config(config, about["serving"], target)
     if faults:  # shapes follow from the config: with a broken one they mean nothing
@@ -182,15 +182,13 @@ def validate_export(folder: Path, target: TargetSpec) -> None:
         raise UserError(f"{folder}: not a sound export: {'; '.join(faults)}")
 
 
-def _check_path(folder: Path, method: str) -> None:
+def check_path(folder: Path, method: str, mend: str) -> None:
     """Any other method than those four is overruled by their names in the path, although it is given (vLLM 0.32, SpeculativeConfig)."""
     if method in ("eagle", "eagle3", "dflash", "dspark"):
         return
     for word in ("eagle-", "eagle3", "dflash", "dspark"):
         if word in str(folder.absolute()).lower():
-            raise UserError(
-                f"{folder}: vLLM would take an export under a path with {word!r} in it for another method: set run_dir to another"
-            )
+            raise UserError(f"{folder}: vLLM would take a head of method {method} under a path with {word!r} in it for another: {mend}")
 
 
 def _check_tensors(path: Path, config: dict[str, Any], method: str) -> list[str]:

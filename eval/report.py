@@ -10,17 +10,15 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from eval.advice import advice, choices_text, commands, find, is_grid, reasons
 from eval.html import page
-
-NAMES = {"none": "plain decoding", "ngram": "n-gram", "head": "head"}
-
-
-def find(report: dict[str, Any], method: str) -> dict[str, Any] | None:
-    return next((m for m in report["methods"] if m["method"] == method), None)
+from eval.methods import label
 
 
 def headline(report: dict[str, Any]) -> str:
     """The result in one sentence, best news or not."""
+    if is_grid(report):
+        return f"{choices_text(report)} Measured on {report['engine']['device']}."
     head, ngram = find(report, "head"), find(report, "ngram")
     where = f"at concurrency {report['methods'][0]['concurrency']} on {report['engine']['device']}"
     rival = "" if ngram is None else f"n-gram: {ngram['tokens_per_pass']:.2f} tokens per pass, {ngram['speedup']:.2f}x"
@@ -31,22 +29,6 @@ def headline(report: dict[str, Any]) -> str:
         f"{head['tokens_per_pass']:.2f} tokens per target pass, "
         f"{head['speedup']:.2f}x the speed of plain decoding {where}{'; ' + rival if rival else ''}."
     )
-
-
-def advice(report: dict[str, Any]) -> str:
-    """What to serve with, in one or two sentences."""
-    found = report["recommendation"]
-    if found["method"] == "none":
-        text = "Serve without speculation: nothing measured was faster than plain decoding here."
-    else:
-        text = f"Serve with {NAMES[found['method']]}, {found['k']} drafts: {found['speedup']:.2f}x the speed of plain decoding."
-    if "head_k" not in found:
-        return text
-    cost = f"one draft costs {found['cost_per_draft']:.2f} of a plain pass here"
-    if found["head_k"] == 0:
-        return f"{text} For the head, {cost}: more than it earns at any number of drafts."
-    best = f"{text} For the head the cost model ({cost}) is best at {found['head_k']} drafts, {found['head_speedup_predicted']:.2f}x"
-    return best + ("; a larger k was not measured and may be better still." if found["at_limit"] else ".")
 
 
 def comparison(report: dict[str, Any]) -> str:
@@ -93,34 +75,32 @@ def finished(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """At most 80 columns wide for k up to 3."""
+    """At most 80 columns wide, without a grid for k up to 3. A grid has all its cells, without acceptance at each position."""
+    grid = is_grid(report)
     drawn = Table(title=f"{report['name']}: {report['prompts']['count']} prompts, temperature 0", box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in (
-        "",
-        "k",
-        "acceptance\nlength",
-        "tokens\nper pass",
-        "accepted at\nposition",
-        "tokens/s",
-        "ITL\nms",
-        "speed",
-        "equal\nto plain",
-    ):
-        drawn.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for m in report["methods"]:
-        positions = " ".join(f"{rate:.2f}"[1:] if rate < 1 else "1.0" for rate in m["acceptance_per_position"])
-        drawn.add_row(
-            "plain" if m["method"] == "none" else NAMES[m["method"]],
-            str(m["k"]) if m["k"] else "-",
-            f"{m['acceptance_length']:.2f}" if m["drafts"] else "-",
-            f"{m['tokens_per_pass']:.2f}",
-            positions if m["drafts"] else "-",
-            f"{m['tokens_per_second']:.1f}",
-            f"{m['itl_ms']:.1f}",
-            f"{m['speedup']:.2f}x",
-            f"{m['lossless']:.1%}",
-        )
+    single = ["", "k", "acceptance\nlength", "tokens\nper pass", "accepted at\nposition", "tokens/s", "ITL\nms", "speed", "equal\nto plain"]
+    several = ["", "in\nflight", "k", "accept\nlength", "tokens\nper pass", "tokens\n/s", "ITL\nms", "TTFT\nms", "speed", "equal\nplain"]
+    for column in several if grid else single:
+        drawn.add_column(column, justify="right" if column else "left", no_wrap=bool(column) or not grid)
+    last = None
+    for m in sorted(report["methods"], key=lambda m: m["concurrency"]):
+        if last not in (None, m["concurrency"]):
+            drawn.add_section()
+        last = m["concurrency"]
+        drawn.add_row(*(_grid_row(m) if grid else _row(m)))
     return drawn
+
+
+def _row(m: dict[str, Any]) -> list[str]:
+    positions = " ".join(f"{rate:.2f}"[1:] if rate < 1 else "1.0" for rate in m["acceptance_per_position"])
+    row = [label(m["method"]), str(m["k"]) if m["k"] else "-", f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
+    row += [f"{m['tokens_per_pass']:.2f}", positions if m["drafts"] else "-", f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}"]
+    return [*row, f"{m['speedup']:.2f}x", f"{m['lossless']:.1%}"]
+
+
+def _grid_row(m: dict[str, Any]) -> list[str]:
+    name, k, length, per_pass, _, *speeds = _row(m)
+    return [name, str(m["concurrency"]), k, length, per_pass, *speeds[:2], f"{m['ttft_ms']:.0f}", *speeds[2:]]
 
 
 def write(report: dict[str, Any], run_dir: Path) -> None:
@@ -142,8 +122,12 @@ def write(report: dict[str, Any], run_dir: Path) -> None:
 
 
 def show(report: dict[str, Any], run_dir: Path) -> None:
-    """Headline, table, comparison, advice and the path of report.html, on the terminal."""
+    """Headline, table, comparison, advice with its commands, and the path of report.html, on the terminal. The headline of a grid is
+    the first part of its advice."""
     console = Console()
     console.print(headline(report), markup=False)
     console.print(table(report))
-    console.print(f"{comparison(report)}\n{advice(report)}\n{run_dir / 'eval' / 'report.html'}", markup=False)
+    console.print(f"{comparison(report)}\n{reasons(report) if is_grid(report) else advice(report)}", markup=False)
+    for name, command in commands(report).items():
+        console.print(f"# {name}\n{command}", markup=False, soft_wrap=True)
+    console.print(f"{run_dir / 'eval' / 'report.html'}", markup=False)

@@ -16,6 +16,7 @@ from data.prompts import ChatRecord
 from data.target import fingerprint
 from eval.chain import offline_report
 from eval.export import read_export, trained_head
+from eval.methods import stamps
 from eval.report import finished, show, write
 from eval.serve import evaluate as evaluate_engine
 
@@ -29,8 +30,8 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
     """Measures the export of cfg.run_dir on the held-out prompts, or shows the report that is there with the same settings."""
     run_dir = Path(cfg.run_dir)
     export_dir = run_dir / "export" / "vllm"
-    export = read_export(export_dir)
-    if export["head"] != cfg.head:
+    export = read_export(export_dir) if "head" in cfg.eval.methods else None
+    if export and export["head"] != cfg.head:
         raise UserError(f"{export_dir}: exported from head {export['head']}, the conf says {cfg.head}; use the conf it was trained with")
     scheme = export.get("quantization", {}).get("scheme")
     if scheme != cfg.export.quantization:
@@ -42,6 +43,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
         raise UserError("data.prompts: no prompt for the split 'heldout', which is what is measured; add some, or give some meta.split")
     settings = {"eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
     settings |= {"fingerprint": fingerprint(target_dir), "prompts": prompts_hash(prompts), "export": export}
+    settings["folders"] = stamps(cfg.eval.methods, cfg.eval.draft_model)
     if earlier := finished(run_dir, settings):
         return show(earlier, run_dir)
     with alone(run_dir / "eval", "run_dir"):

@@ -1,14 +1,12 @@
 """The engine run: the same prompts, the same lengths, through vLLM with every method, and the report made of it.
 
-`none` decodes plainly; `ngram` looks the last tokens up in the text so far; `head` is the export. All at temperature 0. Every
-figure is pooled."""
+The methods are those of eval/methods.py, all at temperature 0. Every figure is pooled."""
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,45 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data.chat import all_prompt_ids, load_tokenizer, loop_start
-from data.engine import engine_identity, generate
+from data.engine import engine_identity, generate_each
 from data.errors import UserError
 from data.prompts import ChatRecord, write_jsonl_line
-from data.target import spec
 from eval.accept import Counts, bootstrap, figures
-from eval.export import check_fingerprint, read_export, validate_export
-from eval.quantize import check_device
-from eval.speedup import best_k, cost_per_draft
+from eval.advice import recommend
+from eval.methods import check_methods, command, label, speculation
 
 if TYPE_CHECKING:
     from train.config import RunConfig
 
-METHODS = ("none", "ngram", "head")
-NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 MIN_TOKENS = 8  # shortest answer that is measured
 LOOK_AHEAD = 16  # requests at a time in the run that only finds where the answers begin to loop, which is not timed
-WORTH = 1.02  # a smaller measured speed-up is taken for noise
 
 Result = dict[str, Any]  # what data.engine.generate returns
 Request = dict[str, Any]  # {"id", "prompt_ids", "max_tokens"}
-
-
-def speculation(method: str, k: int, export_dir: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """(--speculative-config, --hf-overrides of the target) of a method."""
-    if method == "none":
-        return None, {}
-    if method == "ngram":
-        return {**NGRAM, "num_speculative_tokens": k}, {}
-    serving = read_export(export_dir)["serving"] | {"num_speculative_tokens": k}
-    overrides = serving.pop("target_hf_overrides", {})
-    return {**serving, "model": str(export_dir)}, overrides
-
-
-def command(target_dir: Path, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> str:
-    """The shell command that serves the target with a method."""
-    parts = [f"vllm serve {shlex.quote(str(target_dir))}"]
-    parts += [f"--speculative-config {shlex.quote(json.dumps(speculative))}"] if speculative else []
-    parts += [f"--hf-overrides {shlex.quote(json.dumps(overrides))}"] if overrides else []
-    return " \\\n  ".join(parts)
 
 
 def make_requests(encoded: dict[str, list[int]], max_tokens: int, max_model_len: int, k: int) -> tuple[list[Request], int]:
@@ -130,22 +104,6 @@ def entry(method: str, result: Result, plain: Result, slices: dict[str, list[str
     }
 
 
-def recommend(methods: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest measured method, or none, and the number of drafts at which the cost model puts the head's optimum.
-
-    The model: a pass with k drafts costs 1 + k * cost plain passes (cost measured at this k and concurrency) and emits 1 +
-    the sum of the first k acceptances. It says nothing about more drafts than were measured."""
-    best = max(methods, key=lambda m: m["speedup"])
-    chosen = best if best["speedup"] >= WORTH else next(m for m in methods if m["method"] == "none")
-    advice = {"method": chosen["method"], "k": chosen["k"], "speedup": chosen["speedup"]}
-    head = next((m for m in methods if m["method"] == "head"), None)
-    if head is None or not head["drafts"]:
-        return advice
-    cost = cost_per_draft(head["output_tokens"] / head["passes"], head["speedup"], head["k"])
-    k, speedup = best_k(head["acceptance_per_position"], cost)
-    return {**advice, "head_k": k, "head_speedup_predicted": speedup, "cost_per_draft": cost, "at_limit": k == head["k"]}
-
-
 def write_answers(path: Path, prompts: list[ChatRecord], requests: list[Request], plain: Result, longer: Result) -> None:
     """The plain answers as response records, for the offline chain. tail_ids: what the target wrote beyond the answer in
     `longer`, where the two agree so far."""
@@ -165,42 +123,33 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
 
 
-def check_methods(methods: list[str]) -> None:
-    unknown = [m for m in methods if m not in METHODS]
-    if unknown or "none" not in methods:
-        problem = f"unknown {', '.join(unknown)}" if unknown else "`none` is missing, against which speed-up and losslessness are measured"
-        raise UserError(f"eval.methods={methods}: {problem}; known: {', '.join(METHODS)}")
-
-
 def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[ChatRecord], answers_path: Path) -> dict[str, Any]:
-    """Runs every method of cfg.eval.methods over the prompts and returns the report (docs: report.json), without `offline`.
+    """Runs every method of cfg.eval.methods over the prompts, with each k and at each concurrency, and returns the report (docs:
+    report.json), without `offline`.
 
-    Leaves the plain answers at answers_path. Slices are the prompts' categories.
+    Leaves the plain answers at answers_path. Slices are the prompts' categories. One engine start per method and k.
     """
-    check_methods(cfg.eval.methods)
-    if "head" in cfg.eval.methods:
-        validate_export(export_dir, spec(target_dir))
-        check_fingerprint(read_export(export_dir)["target_fingerprint"], target_dir)
-        if quantization := read_export(export_dir).get("quantization"):
-            check_device(quantization["scheme"], torch.cuda.is_available())
+    check_methods(cfg, target_dir, export_dir)
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
     encoded = all_prompt_ids(tokenizer, prompts)
-    requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, cfg.eval.k)
+    requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, max(cfg.eval.ks))
+    engine = Engine(cfg, target_dir, export_dir)
     longer, loops = None, 0
     if cfg.eval.cut_loops:
-        longer = run_method(cfg, target_dir, export_dir, "none", requests, max(LOOK_AHEAD, cfg.eval.concurrency))
+        longer = engine.run("none", 0, requests, [max(LOOK_AHEAD, *cfg.eval.concurrencies)])[0]
         requests, loops = cut_at_loops(requests, longer, cfg.data.loop_ngram)
-    plain = run_method(cfg, target_dir, export_dir, "none", requests, cfg.eval.concurrency)
-    write_answers(answers_path, prompts, requests, plain, longer or plain)
+    plain = engine.run("none", 0, requests, cfg.eval.concurrencies)
+    write_answers(answers_path, prompts, requests, plain[0], longer or plain[0])
     asked = {request["id"] for request in requests}
     slices: dict[str, list[str]] = {}
     for record in prompts:
         if record.id in asked:
             slices.setdefault(str(record.meta.get("category", "other")), []).append(record.id)
     methods = []
-    for method in cfg.eval.methods:
-        result = plain if method == "none" else run_method(cfg, target_dir, export_dir, method, requests, cfg.eval.concurrency)
-        methods.append(entry(method, result, plain, slices) | setting(cfg, target_dir, export_dir, method))
+    for method, k in ((name, k) for name in cfg.eval.methods for k in ([0] if name == "none" else cfg.eval.ks)):
+        results = engine.run(method, k, requests, cfg.eval.concurrencies) if k else plain
+        for concurrency, result, reference in zip(cfg.eval.concurrencies, results, plain, strict=True):
+            methods.append(entry(method, result, reference, slices) | engine.setting(method, k, concurrency))
     return {
         "name": cfg.name,
         "target": {"model": cfg.target.model, "revision": cfg.target.revision, "dtype": cfg.eval.dtype or cfg.target.dtype},
@@ -218,30 +167,40 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
     }
 
 
-def run_method(cfg: RunConfig, target_dir: Path, export_dir: Path, method: str, requests: list[Request], concurrency: int) -> Result:
-    speculative, overrides = speculation(method, cfg.eval.k, export_dir)
-    print(f"evaluate: {method}, {len(requests)} prompts", flush=True)
-    return generate(
-        target_dir=target_dir,
-        target_cfg=cfg.target,
-        prompts=requests,
-        speculative=speculative,
-        hf_overrides=overrides,
-        dtype=cfg.eval.dtype or cfg.target.dtype,
-        concurrency=concurrency,
-        max_model_len=cfg.target.max_model_len,
-    )
+@dataclass(frozen=True)
+class Engine:
+    """vLLM with the target of a run and any of its methods."""
 
+    cfg: RunConfig
+    target_dir: Path
+    export_dir: Path
 
-def setting(cfg: RunConfig, target_dir: Path, export_dir: Path, method: str) -> dict[str, Any]:
-    """How a method was run, and the command that serves it. Drafts are greedy, so a draft is kept with the probability that
-    the target gives it."""
-    speculative, overrides = speculation(method, cfg.eval.k, export_dir)
-    return {
-        "k": 0 if method == "none" else cfg.eval.k,
-        "temperature": 0.0,
-        "concurrency": cfg.eval.concurrency,
-        "speculative_config": speculative,
-        "draft_sample_method": "greedy",
-        "command": command(target_dir, speculative, overrides),
-    }
+    def run(self, method: str, k: int, requests: list[Request], concurrencies: list[int]) -> list[Result]:
+        """One result per concurrency, all from one engine."""
+        cfg, (speculative, overrides) = self.cfg, speculation(self.cfg, method, k, self.export_dir)
+        told = f", k={k}" if k and len(cfg.eval.ks) > 1 else ""
+        told += f", concurrency {', '.join(map(str, concurrencies))}" if len(concurrencies) > 1 else ""
+        print(f"evaluate: {label(method)}{told}, {len(requests)} prompts", flush=True)
+        return generate_each(
+            target_dir=self.target_dir,
+            target_cfg=cfg.target,
+            prompts=requests,
+            speculative=speculative,
+            hf_overrides=overrides,
+            dtype=cfg.eval.dtype or cfg.target.dtype,
+            concurrencies=concurrencies,
+            max_model_len=cfg.target.max_model_len,
+        )
+
+    def setting(self, method: str, k: int, concurrency: int) -> dict[str, Any]:
+        """How a method was run, and the command that serves it. Drafts are greedy, so a draft is kept with the probability that the
+        target gives it."""
+        speculative, overrides = speculation(self.cfg, method, k, self.export_dir)
+        return {
+            "k": k,
+            "temperature": 0.0,
+            "concurrency": concurrency,
+            "speculative_config": speculative,
+            "draft_sample_method": "greedy",
+            "command": command(self.target_dir, speculative, overrides),
+        }

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from data.errors import UserError
 from data.manifest import replace_text
+from eval.advice import reference
 
 COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not within a list or a mapping
 SUFFIX = "_untrained"  # of the run that shows what the head's shape alone accepts
@@ -66,7 +67,7 @@ def run_all(root: Path, runs: list[tuple[str, list[str]]]) -> list[str]:
 def row(run_dir: Path) -> dict[str, Any]:
     """What a table says of one run."""
     report = json.loads((run_dir / "eval" / "report.json").read_text(encoding="utf-8"))
-    head = next(m for m in report["methods"] if m["method"] == "head")
+    head = next(m for m in reference(report) if m["method"] == "head")
     step = run_dir / (run_dir / "latest").read_text(encoding="utf-8").strip()
     with safe_open(step / "head.safetensors", "pt") as f:
         parameters = sum(math.prod(f.get_slice(name).get_shape()) for name in f.keys() if not name.endswith("_ids_U"))  # noqa: SIM118

@@ -27,7 +27,7 @@ def export(cfg: RunConfig) -> None:
     target_dir = resolve(cfg.target, ROOT)
     check_fingerprint(provenance["target"]["fingerprint"], target_dir)
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")
-    about = {"dtype": getattr(torch, cfg.target.dtype), "head_cfg": cfg.head, "k": cfg.eval.k, "provenance": provenance}
+    about = {"dtype": getattr(torch, cfg.target.dtype), "head_cfg": cfg.head, "k": max(cfg.eval.ks), "provenance": provenance}
     out = export_head(head, head.frozen, target_dir, run_dir / "export" / "vllm", **about, quantization=cfg.export.quantization)
     print(f"export: {step.name} -> {out}")
     if said := read_export(out).get("quantization"):

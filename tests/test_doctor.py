@@ -23,6 +23,7 @@ from train.config import RunConfig, TargetConfig, load
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = {"drafts": 100, "accepted_per_position": [60, 30, 10], "acceptance_length": 2.0}
+HEAD = COUNTS | {"method": "head", "k": 3, "concurrency": 1}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def made(tmp_path_factory):
     about = {"head_cfg": cfg.head, "k": 3, "provenance": {"checkpoint": step.name}}
     export_head(head, frozen_parts, target, folder / "run/export/vllm", dtype=torch.float32, **about)
     (folder / "run/metrics.jsonl").write_text(json.dumps({"kind": "val", "acceptance_length": 2.05, "accept_k": [0.6, 0.35, 0.1]}) + "\n")
-    report = {"offline": COUNTS | {"dtype": "float32"}, "methods": [COUNTS | {"method": "head"}], "target": {"dtype": "float32"}}
+    report = {"offline": COUNTS | {"dtype": "float32"}, "methods": [HEAD], "target": {"dtype": "float32"}}
     (folder / "run/eval").mkdir()
     (folder / "run/eval/report.json").write_text(json.dumps(report))
     return folder, cfg, target
@@ -86,12 +87,8 @@ def edited(path: Path, change):
         ("export/vllm/config.json", lambda c: c | {"rope_theta": 500.0}, "rope"),
         ("export/vllm/config.json", lambda c: c | {"norm_before_residual": True}, "export"),
         ("export/vllm/config.json", lambda c: c | {"draft_vocab_size": 40}, "export"),
-        ("eval/report.json", lambda r: r | {"methods": [COUNTS | {"method": "head", "acceptance_length": 1.8}]}, "numerics"),
-        (
-            "eval/report.json",
-            lambda r: r | {"methods": [COUNTS | {"method": "head", "acceptance_length": 1.8}], "target": {"dtype": "bfloat16"}},
-            "dtype",
-        ),
+        ("eval/report.json", lambda r: r | {"methods": [HEAD | {"acceptance_length": 1.8}]}, "numerics"),
+        ("eval/report.json", lambda r: r | {"methods": [HEAD | {"acceptance_length": 1.8}], "target": {"dtype": "bfloat16"}}, "dtype"),
         ("eval/report.json", lambda r: r | {"offline": r["offline"] | {"acceptance_length": 1.7}, "methods": []}, "text"),
     ],
 )

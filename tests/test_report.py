@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from eval.report import advice, comparison, headline, history, write
-from eval.serve import command, entry, recommend
+from eval.advice import advice, recommend
+from eval.methods import command
+from eval.report import comparison, headline, history, write
+from eval.serve import entry
 
 SLICES = {"chat": ["c0", "c1"], "turkish": ["t0"]}
 METHOD_KEYS = (
@@ -119,14 +121,14 @@ def test_a_run_without_training_has_no_curves(tmp_path):
 def test_slow_head_is_said_to_be_slow():
     report = made(head_seconds=14.0)
     assert "0.71x the speed of plain decoding" in headline(report)
-    assert report["recommendation"]["method"] == "ngram" and "Serve with n-gram" in advice(report)
+    assert report["recommendation"]["choices"][0]["method"] == "ngram" and "Serve with n-gram" in advice(report)
     assert "without speculation" in advice(made(head_seconds=14.0, methods=("none", "head")))
 
 
 def test_advice_does_not_claim_more_drafts_than_were_measured():
     report = made(head_seconds=4.0)
-    assert report["recommendation"]["head_k"] <= 3
-    assert ("larger k was not measured" in advice(report)) == (report["recommendation"]["head_k"] == 3)
+    fit = next(f for f in report["recommendation"]["model"] if f["method"] == "head")
+    assert fit["best_k"] <= 3 and ("larger k was not measured" in advice(report)) == (fit["best_k"] == 3)
 
 
 @pytest.mark.parametrize(("offline", "unjudged", "agree"), [(2.1, 0, True), (2.0, 0, False), (2.0, 1, True), (2.3, 3, False)])

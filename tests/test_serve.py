@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from data.target import frozen, spec
 from eval.chain import capture_answers, offline_report
 from eval.export import export_head
 from eval.report import write
-from eval.serve import check_methods, command, cut_at_loops, evaluate, make_requests, parted
+from eval.serve import cut_at_loops, evaluate, make_requests, parted
 from heads import build
 from heads.base import Batch
 from train.config import RunConfig
@@ -52,20 +51,6 @@ def test_parted_answers_are_named_with_place_and_tokens():
         ("shorter", 2, 3, None),
         ("longer", 1, None, 7),
     ]
-
-
-@pytest.mark.parametrize(
-    ("methods", "message"), [(["head"], "`none` is missing"), (["none", "medusa"], "unknown medusa.*none, ngram, head")]
-)
-def test_methods_are_checked_before_anything_runs(methods, message):
-    with pytest.raises(UserError, match=message):
-        check_methods(methods)
-
-
-def test_command_can_be_pasted_into_a_shell():
-    text = command(Path("/a b/it's"), {"method": "mtp", "model": "/x y"}, {"num_nextn_predict_layers": 1})
-    words = shlex.split(text.replace("\\\n", ""))
-    assert words[:3] == ["vllm", "serve", "/a b/it's"] and json.loads(words[4])["model"] == "/x y"
 
 
 K = 3
@@ -175,3 +160,23 @@ def test_counts_are_equal_to_the_last_draft_where_the_continuation_is_known(tmp_
     assert 0 < engine["accepted_tokens"] < engine["draft_tokens"]
     assert (offline["drafts"], offline["accepted_per_position"]) == (engine["drafts"], engine["accepted_per_position"])
     assert engine["discarded_tokens"] == offline["discarded_tokens"]
+
+
+@pytest.mark.slow
+def test_a_grid_has_every_cell_and_the_target_accepts_itself(tmp_path):
+    """Each k at each concurrency, one engine for the concurrencies. A draft model that is the target loses no draft."""
+    cfg = make_cfg(tmp_path, HEADS["mtp"])
+    target_dir = build_tiny(tmp_path / "target")
+    cfg.eval.k, cfg.eval.concurrency, cfg.eval.methods = [1, 3], [1, 2], ["none", "draft_model"]
+    cfg.eval.draft_model = str(target_dir)
+    records = [ChatRecord(f"p{i}", [{"role": "user", "content": text}], {"category": "chat"}, None) for i, text in enumerate(PROMPTS[:4])]
+    report = evaluate(cfg, target_dir, tmp_path / "export", records, tmp_path / "eval" / "plain.jsonl")
+    cells = [(m["method"], m["k"], m["concurrency"]) for m in report["methods"]]
+    assert cells == [("none", 0, 1), ("none", 0, 2)] + [("draft_model", k, c) for k in (1, 3) for c in (1, 2)]
+    assert all(m["lossless"] == 1.0 for m in report["methods"])
+    for m in report["methods"][2:]:
+        assert m["accepted_tokens"] == m["draft_tokens"] == m["k"] * m["drafts"] > 0
+    counts = {key: [m[key] for m in report["methods"]] for key in ("output_tokens", "drafts", "accepted_per_position")}
+    assert all(figures[::2] == figures[1::2] for figures in counts.values()), "greedy counts do not depend on the concurrency"
+    assert len(report["recommendation"]["choices"]) == 2 and len(report["recommendation"]["model"]) == 2
+    write(report, tmp_path)

@@ -41,8 +41,16 @@ def fake_run(folder, length):
     (folder / "latest").write_text("step-000003\n")
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5), "draft_ids_U": torch.zeros(7)}, folder / "step-000003/head.safetensors")
     (folder / "export/vllm/draftsmith.json").write_text(json.dumps({"serving": {"method": "eagle3"}}))
-    head = {"method": "head", "acceptance_length": length, "tokens_per_pass": length, "speedup": 1.1, "lossless": 1.0}
-    report = {"methods": [{"method": "none"}, head], "offline": {"acceptance_length": length + 0.01}}
+    head = {
+        "method": "head",
+        "k": 3,
+        "concurrency": 1,
+        "acceptance_length": length,
+        "tokens_per_pass": length,
+        "speedup": 1.1,
+        "lossless": 1.0,
+    }
+    report = {"methods": [{"method": "none", "k": 0, "concurrency": 1}, head], "offline": {"acceptance_length": length + 0.01}}
     (folder / "eval/report.json").write_text(json.dumps(report))
 
 

@@ -1,4 +1,4 @@
-"""The typed spine: every key that a conf or the command line may set, and the checks that need more than one key.
+"""The typed spine: every key that a conf or the command line may set; what a value may be beyond its type is in train/checks.py.
 
 Composed once per process by `load`; everything below receives these dataclasses, never a DictConfig.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import math
 import os
 import re
 import signal
@@ -26,17 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.errors import UserError
-from train import dist
+from train import checks, dist
 
 ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
 CONF = ROOT / "conf"
-SCHEDULES, DTYPES, METHODS = ("cosine", "wsd", "constant"), ("bfloat16", "float32"), ("none", "ngram", "head")  # these of evaluation
 # What the system may say of a path that a user named, or of a full disk: theirs to mend, so said in one line.
 PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
-
-AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_tokens train.val_every train.save_every train.keep
-    train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples eval.k
-    eval.max_tokens eval.concurrency log.every_console target.max_model_len target.tensor_parallel""".split()
 
 
 @dataclass
@@ -107,13 +101,22 @@ class OptimConfig:
 
 @dataclass
 class EvalConfig:
-    k: int = 3
-    methods: list[str] = field(default_factory=lambda: ["none", "ngram", "head"])
+    k: Any = 3  # drafts per pass; or a list of numbers, to compare them
+    methods: list[str] = field(default_factory=lambda: ["none", "ngram", "head"])  # names, or folders of published heads
+    draft_model: str | None = None  # folder of the language model that the method of this name drafts with
     limit: int | None = None  # held-out prompts used
     max_tokens: int = 128
-    concurrency: int = 1
+    concurrency: Any = 1  # requests in flight; or a list of numbers
     dtype: str | None = None  # null: the target's
     cut_loops: bool = False
+
+    @property
+    def ks(self) -> list[int]:
+        return self.k if isinstance(self.k, list) else [self.k]
+
+    @property
+    def concurrencies(self) -> list[int]:
+        return self.concurrency if isinstance(self.concurrency, list) else [self.concurrency]
 
 
 @dataclass
@@ -185,7 +188,9 @@ def choices(group: str, conf_dir: Path = CONF) -> list[str]:
 
 def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
     """Composes conf_dir/config.yaml with the overrides in `argv` into checked dataclasses. Writes no file and no folder.
-    run_dir, data.responses and data.store come back absolute. Raises UserError: no or unknown conf, unknown key, bad value.
+
+    Folders that a run writes or reads (run_dir, data.responses, data.store, train.init, eval.draft_model, those in eval.methods) come
+    back absolute. Raises UserError: no or unknown conf, unknown key, bad value.
     """
     confs = ", ".join(choices("conf", conf_dir))
     if flags := [word for word in argv if word.startswith("--")]:
@@ -202,12 +207,13 @@ def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
     except YAMLError as error:
         raise UserError(f"a file under conf/ is no valid YAML: {' '.join(str(error).split())}") from error
     assert isinstance(run, RunConfig), "conf/config.yaml must list `schema` first in its defaults"
-    for section, key in ((run, "run_dir"), (run.data, "responses"), (run.data, "store"), (run.train, "init")):
+    for section, key in ((run, "run_dir"), (run.data, "responses"), (run.data, "store"), (run.train, "init"), (run.eval, "draft_model")):
         path = getattr(section, key)
         setattr(section, key, path and str(ROOT / Path(path).expanduser()))
+    run.eval.methods = [str(ROOT / Path(method).expanduser()) if "/" in method else method for method in run.eval.methods]
     for section in (run.target, run.train):
         section.dtype = dist.usual_dtype() if section.dtype == "auto" else section.dtype
-    check(run)
+    checks.check(run, ROOT)
     return run
 
 
@@ -247,53 +253,6 @@ def _known_keys(section: str, argv: list[str], conf_dir: Path) -> list[str]:
         except (HydraException, OmegaConfBaseException):  # the conf is wrong in another place too
             node = None
     return sorted(str(k) for k in node) if isinstance(node, DictConfig) else []
-
-
-def check(run: RunConfig) -> None:
-    """What types alone do not say. Raises UserError naming the key, its value and what is allowed."""
-
-    def need(key: str, ok: Callable[[Any], bool], what: str) -> None:
-        value: Any = run
-        for part in key.split("."):
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
-        if not ok(value):
-            raise UserError(f"{key}={value}: must be {what}")
-
-    for key in AT_LEAST_1:
-        need(key, lambda v: v >= 1, "1 or more")
-    for key in ("train.threads", "data.limit", "data.heldout_limit", "eval.limit"):
-        need(key, lambda v: v is None or v >= 1, "1 or more, or null")
-    need("data.states_dtype", lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
-    for key in ("train.dtype", "target.dtype"):
-        need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
-    for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
-        need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
-    need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-    need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
-    need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
-    for key in ("optim.eps", "optim.weight_decay", "data.sampling.temperature", "data.sampling.top_k", "train.seed"):
-        need(key, lambda v: 0 <= v < math.inf, "0 or more")
-    need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
-    need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")
-    need("eval.dtype", lambda v: v is None or v in DTYPES, f"null or one of {', '.join(DTYPES)}")
-    several = f"`none`, to which the others are compared, and others of {', '.join(METHODS)}, each once"
-    need("eval.methods", lambda v: "none" in v and set(v) <= set(METHODS) and len(set(v)) == len(v), several)
-    longest = run.target.spec.get("max_positions", math.inf)
-    need("target.max_model_len", lambda v: v <= longest, f"at most {longest}, the positions that the target knows (target.spec)")
-    need("name", lambda v: bool(v.strip()), "a name")
-    need("data.sampling.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
-    need("export.quantization", lambda v: v in (None, "int8", "int4", "fp8"), "null or one of int8, int4, fp8")
-    _check_groups(run)
-
-
-def _check_groups(run: RunConfig) -> None:
-    for key, path in (("run_dir", run.run_dir), ("data.responses", run.data.responses), ("data.store", run.data.store)):
-        if ROOT.is_relative_to(Path(path).resolve()):  # so it is where it was left empty
-            raise UserError(f"{key}={path}: must be a folder of its own")
-    if not str(run.head.get("_target_", "")).startswith("heads."):
-        raise UserError(f"head._target_={run.head.get('_target_')}: must name a class under heads., as conf/head/*.yaml do")
-    if type(run.zero.get("stage")) is not int or run.zero["stage"] not in (1, 2, 3):
-        raise UserError(f"zero.stage={run.zero.get('stage')}: must be 1, 2 or 3; as conf/zero/*.yaml have it")
 
 
 def to_yaml(run: RunConfig) -> str:

@@ -94,7 +94,8 @@ def build_on_meta(cfg: RunConfig, spec: TargetSpec) -> DraftHead:
     try:
         with torch.device("meta"):
             head = heads.build(cfg.head, spec)
-            head.serving(cfg.eval.k)  # refuses what no engine could serve, before anything is made for it
+            for k in cfg.eval.ks:
+                head.serving(k)  # refuses what no engine could serve, before anything is made for it
             return head
     except (ValueError, TypeError) as error:
         raise UserError(f"head: {error}") from error
