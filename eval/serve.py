@@ -18,7 +18,8 @@ import torch
 from data.chat import all_prompt_ids, load_tokenizer, loop_start
 from data.engine import engine_identity, generate
 from data.errors import UserError
-from data.prompts import ChatRecord, write_jsonl_line
+from data.prompts import write_jsonl_line
+from data.record import ChatRecord
 from data.target import spec
 from eval.accept import Counts, bootstrap, figures
 from eval.export import check_fingerprint, read_export, validate_export

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import math
 import os
 import re
 import signal
@@ -27,17 +26,12 @@ from yaml import YAMLError
 
 from data.errors import UserError
 from train import dist
+from train.checks import check
 
 ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
 CONF = ROOT / "conf"
-SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
-METHODS = ("none", "ngram", "head")  # of evaluation
 # What the system may say of a path that a user named, or of a full disk: theirs to mend, so said in one line.
 PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
-
-AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_tokens train.val_every train.save_every train.keep
-    train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples eval.k
-    eval.max_tokens eval.concurrency log.every_console target.max_model_len target.tensor_parallel""".split()
 
 
 @dataclass
@@ -66,6 +60,9 @@ class DataConfig:
     prompts: list[str] = field(default_factory=list)  # files, folders, hub data sets, self:<n>; paths count from the repository
     limit: int | None = None  # training prompts used; null: all (spread over the slices)
     heldout_limit: int | None = None
+    min_prompt_chars: int = 0  # characters of a conversation up to its answer; others are put aside and counted
+    max_prompt_chars: int | None = None
+    answers: str = "target"  # or given: train on the answers that the conversations hold; held-out ones stay the target's own
     responses: str = "???"  # folder with the target's answers: train.jsonl, heldout.jsonl
     store: str = "???"  # folder with the hidden states: train/, heldout/
     max_length: int = 4096  # tokens of prompt + response; longer ones are cut and counted
@@ -75,6 +72,10 @@ class DataConfig:
     max_store_gb: float = 500.0
     states_dtype: str = "bfloat16"
     batch_size: int = 128  # sequences in flight in the engine while responding
+
+    @property
+    def prompt_chars(self) -> tuple[int, int | None]:
+        return self.min_prompt_chars, self.max_prompt_chars
 
 
 @dataclass
@@ -205,7 +206,7 @@ def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
         setattr(section, key, path and str(ROOT / Path(path).expanduser()))
     for section in (run.target, run.train):
         section.dtype = dist.usual_dtype() if section.dtype == "auto" else section.dtype
-    check(run)
+    check(run, ROOT)
     return run
 
 
@@ -248,52 +249,6 @@ def _known_keys(section: str, argv: list[str], conf_dir: Path) -> list[str]:
         except (HydraException, OmegaConfBaseException):  # the conf is wrong in another place too
             node = None
     return sorted(str(k) for k in node) if isinstance(node, DictConfig) else []
-
-
-def check(run: RunConfig) -> None:
-    """What types alone do not say. Raises UserError naming the key, its value and what is allowed."""
-
-    def need(key: str, ok: Callable[[Any], bool], what: str) -> None:
-        value: Any = run
-        for part in key.split("."):
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
-        if not ok(value):
-            raise UserError(f"{key}={value}: must be {what}")
-
-    for key in AT_LEAST_1:
-        need(key, lambda v: v >= 1, "1 or more")
-    for key in ("train.threads", "data.limit", "data.heldout_limit", "eval.limit"):
-        need(key, lambda v: v is None or v >= 1, "1 or more, or null")
-    need("data.states_dtype", lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
-    for key in ("train.dtype", "target.dtype"):
-        need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
-    for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
-        need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
-    need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-    need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
-    need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
-    for key in ("optim.eps", "optim.weight_decay", "data.sampling.temperature", "data.sampling.top_k", "train.seed"):
-        need(key, lambda v: 0 <= v < math.inf, "0 or more")
-    need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
-    need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")
-    need("eval.dtype", lambda v: v is None or v in DTYPES, f"null or one of {', '.join(DTYPES)}")
-    several = f"`none`, to which the others are compared, and others of {', '.join(METHODS)}, each once"
-    need("eval.methods", lambda v: "none" in v and set(v) <= set(METHODS) and len(set(v)) == len(v), several)
-    longest = run.target.spec.get("max_positions", math.inf)
-    need("target.max_model_len", lambda v: v <= longest, f"at most {longest}, the positions that the target knows (target.spec)")
-    need("name", lambda v: bool(v.strip()), "a name")
-    need("data.sampling.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
-    _check_groups(run)
-
-
-def _check_groups(run: RunConfig) -> None:
-    for key, path in (("run_dir", run.run_dir), ("data.responses", run.data.responses), ("data.store", run.data.store)):
-        if ROOT.is_relative_to(Path(path).resolve()):  # so it is where it was left empty
-            raise UserError(f"{key}={path}: must be a folder of its own")
-    if not str(run.head.get("_target_", "")).startswith("heads."):
-        raise UserError(f"head._target_={run.head.get('_target_')}: must name a class under heads., as conf/head/*.yaml do")
-    if type(run.zero.get("stage")) is not int or run.zero["stage"] not in (1, 2, 3):
-        raise UserError(f"zero.stage={run.zero.get('stage')}: must be 1, 2 or 3; as conf/zero/*.yaml have it")
 
 
 def to_yaml(run: RunConfig) -> str:

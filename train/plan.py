@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import nn
 
 import heads
+from data.answers import spans_of
 from data.errors import UserError
 from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
@@ -168,18 +169,19 @@ def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
     if manifest is not None:
         return Tokens(manifest["tokens"], manifest["supervised_tokens"], "store")
     prompts = count_prompts(cfg, split)
-    wanted = None if prompts is None else prompts * (cfg.data.sampling.samples if split == "train" else 1)
+    wanted = None if prompts is None else prompts * (cfg.data.sampling.samples if split == "train" and cfg.data.answers == "target" else 1)
     longest = min(cfg.data.max_length, cfg.target.max_model_len)
     answers = Path(cfg.data.responses) / f"{split}.jsonl"
     records = read_jsonl_tolerant(answers)[0] if answers.is_file() else []
     if records:
         total = sum(min(len(r["prompt_ids"]) + len(r["response_ids"]), longest) for r in records)
-        supervised = total - sum(min(len(r["prompt_ids"]), longest) for r in records)
+        supervised = sum(b - a for r in records for a, b in spans_of(r, longest))
         share = max(wanted or 0, len(records)) / len(records)
         return Tokens(round(total * share), round(supervised * share), "answers")
     if wanted is None:
         return None
-    return Tokens(wanted * longest, wanted * min(cfg.data.sampling.max_tokens, longest), "bound")
+    answer = longest if cfg.data.answers == "given" and split == "train" else min(cfg.data.sampling.max_tokens, longest)
+    return Tokens(wanted * longest, wanted * answer, "bound")
 
 
 def count_prompts(cfg: RunConfig, split: str) -> int | None:
@@ -187,9 +189,9 @@ def count_prompts(cfg: RunConfig, split: str) -> int | None:
     if limit is not None:
         return limit
     given, written = split_sources(cfg.data.prompts)
-    if any(source.startswith("hf:") for source in given):
+    if any("hf:" in source for source in given):
         return None  # its size is known only once it is downloaded
-    return len(select(read_prompts(given, None, ROOT), split, None)) + (written if split == "train" else 0)
+    return len(select(read_prompts(given, None, ROOT, cfg.data.prompt_chars), split, None)) + (written if split == "train" else 0)
 
 
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:

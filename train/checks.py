@@ -1,0 +1,74 @@
+"""What the types of a config do not say: the checks that need a key's meaning, or more than one key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.errors import UserError
+
+if TYPE_CHECKING:
+    from train.config import RunConfig
+
+SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
+METHODS = ("none", "ngram", "head")  # of evaluation
+ANSWERS = ("target", "given")
+AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_tokens train.val_every train.save_every train.keep
+    train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples eval.k
+    eval.max_tokens eval.concurrency log.every_console target.max_model_len target.tensor_parallel""".split()
+
+
+def check(run: RunConfig, root: Path) -> None:
+    """What types alone do not say. Raises UserError naming the key, its value and what is allowed."""
+
+    def need(key: str, ok: Callable[[Any], bool], what: str) -> None:
+        value: Any = run
+        for part in key.split("."):
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        if not ok(value):
+            raise UserError(f"{key}={value}: must be {what}")
+
+    for key in AT_LEAST_1:
+        need(key, lambda v: v >= 1, "1 or more")
+    for key in ("train.threads", "data.limit", "data.heldout_limit", "data.max_prompt_chars", "eval.limit"):
+        need(key, lambda v: v is None or v >= 1, "1 or more, or null")
+    need("data.states_dtype", lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
+    for key in ("train.dtype", "target.dtype"):
+        need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
+    for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
+        need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
+    need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+    need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
+    need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
+    need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")
+    for key in (
+        "data.min_prompt_chars",
+        "optim.eps",
+        "optim.weight_decay",
+        "data.sampling.temperature",
+        "data.sampling.top_k",
+        "train.seed",
+    ):
+        need(key, lambda v: 0 <= v < math.inf, "0 or more")
+    need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
+    need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")
+    need("eval.dtype", lambda v: v is None or v in DTYPES, f"null or one of {', '.join(DTYPES)}")
+    several = f"`none`, to which the others are compared, and others of {', '.join(METHODS)}, each once"
+    need("eval.methods", lambda v: "none" in v and set(v) <= set(METHODS) and len(set(v)) == len(v), several)
+    longest = run.target.spec.get("max_positions", math.inf)
+    need("target.max_model_len", lambda v: v <= longest, f"at most {longest}, the positions that the target knows (target.spec)")
+    need("name", lambda v: bool(v.strip()), "a name")
+    need("data.sampling.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
+    _check_groups(run, root)
+
+
+def _check_groups(run: RunConfig, root: Path) -> None:
+    for key, path in (("run_dir", run.run_dir), ("data.responses", run.data.responses), ("data.store", run.data.store)):
+        if root.is_relative_to(Path(path).resolve()):  # so it is where it was left empty
+            raise UserError(f"{key}={path}: must be a folder of its own")
+    if not str(run.head.get("_target_", "")).startswith("heads."):
+        raise UserError(f"head._target_={run.head.get('_target_')}: must name a class under heads., as conf/head/*.yaml do")
+    if type(run.zero.get("stage")) is not int or run.zero["stage"] not in (1, 2, 3):
+        raise UserError(f"zero.stage={run.zero.get('stage')}: must be 1, 2 or 3; as conf/zero/*.yaml have it")
