@@ -1,8 +1,10 @@
-"""From prompts to a folder of answers: who is asked what, and who answers: the target, or the data set itself."""
+"""From prompts to a folder of answers: who is asked what, and who answers: the target here or on a server, or the data set itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +41,14 @@ def ask(cfg: RunConfig, target_dir: Path, tokenizer: Any, prompts: list[ChatReco
                 continue
             encoded = all_prompt_ids(tokenizer, asked[split])
             records = [{**asdict(r), "prompt_ids": encoded[r.id], "seed": 0} for r in asked[split] if r.id in encoded]
-            respond(records=records, out_path=out, sampling={**sampling, "samples": each}, **settings)
+            answer = partial(_remote(), url=cfg.data.server, tokenizer=tokenizer) if cfg.data.server else respond
+            answer(records=records, out_path=out, sampling={**sampling, "samples": each}, **settings)
+
+
+def _remote() -> Callable[..., Any]:
+    from data import remote  # imports openai, which takes its time
+
+    return remote.respond
 
 
 def take_given(tokenizer: Any, records: list[ChatRecord], out_path: Path, meta: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ HOMES = {
     "vllm": ("data/engine_worker.py", "data/vllm_connector.py", "eval/vllm_plugin/"),
     "transformers": ("data/chat.py", "data/check.py", "data/target.py"),
     "datasets": ("data/prompts.py",),
+    "openai": ("data/remote.py",),
     "hydra": ("train/config.py", "launch/"),
     "omegaconf": ("train/config.py", "launch/"),
 }

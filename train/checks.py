@@ -43,6 +43,7 @@ def check(run: RunConfig, root: Path) -> None:
     need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
     need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
     need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")
+    need("data.server", lambda v: v is None or v.startswith(("http://", "https://")), "an address, as http://host:8000/v1, or null")
     for key in (
         "data.min_prompt_chars",
         "optim.eps",

@@ -63,6 +63,7 @@ class DataConfig:
     min_prompt_chars: int = 0  # characters of a conversation up to its answer; others are put aside and counted
     max_prompt_chars: int | None = None
     answers: str = "target"  # or given: train on the answers that the conversations hold; held-out ones stay the target's own
+    server: str | None = None  # that serves the target elsewhere, as http://host:8000/v1; its key: OPENAI_API_KEY
     responses: str = "???"  # folder with the target's answers: train.jsonl, heldout.jsonl
     store: str = "???"  # folder with the hidden states: train/, heldout/
     max_length: int = 4096  # tokens of prompt + response; longer ones are cut and counted
