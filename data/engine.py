@@ -99,10 +99,10 @@ def capture(  # noqa: PLR0913
         raise UserError(f"{responses}: no answer with a token within data.max_length={max_length}: raise it, or sample again")
     counts = {"sequences": len(kept), "cut": sum(len(whole[s["id"]]) > max_length for s in kept), "left_out": len(whole) - len(kept)}
     tokens = sum(len(s["token_ids"]) for s in kept)
-    itemsize = getattr(torch, manifest["dtype"]).itemsize
     supervised = sum(b - a for s in kept for a, b in s["spans"])
-    need = plan_bytes(tokens, supervised, len(taps), target.hidden_size, last, itemsize)
+    need = plan_bytes(tokens, supervised, len(taps), target.hidden_size, last, manifest["dtype"])
     print(f"capture: {len(kept)} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
+    print(f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={manifest['dtype']})", flush=True)
     print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
     check_disk(store_dir, need, cap_gb)
     if (store_dir / "manifest.json").exists():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
 METHODS = ("none", "ngram", "head")  # of evaluation
-ANSWERS = ("target", "given")
+ANSWERS, STATES = ("target", "given"), (*DTYPES, "fp8")
 AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_tokens train.val_every train.save_every train.keep
     train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples eval.k
     eval.max_tokens eval.concurrency log.every_console target.max_model_len target.tensor_parallel""".split()
@@ -34,7 +34,7 @@ def check(run: RunConfig, root: Path) -> None:
         need(key, lambda v: v >= 1, "1 or more")
     for key in ("train.threads", "data.limit", "data.heldout_limit", "data.max_prompt_chars", "eval.limit"):
         need(key, lambda v: v is None or v >= 1, "1 or more, or null")
-    need("data.states_dtype", lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
+    need("data.states_dtype", lambda v: v in STATES, f"one of {', '.join(STATES)}")
     for key in ("train.dtype", "target.dtype"):
         need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
     for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
@@ -44,14 +44,7 @@ def check(run: RunConfig, root: Path) -> None:
     need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
     need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")
     need("data.server", lambda v: v is None or v.startswith(("http://", "https://")), "an address, as http://host:8000/v1, or null")
-    for key in (
-        "data.min_prompt_chars",
-        "optim.eps",
-        "optim.weight_decay",
-        "data.sampling.temperature",
-        "data.sampling.top_k",
-        "train.seed",
-    ):
+    for key in "data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed".split():
         need(key, lambda v: 0 <= v < math.inf, "0 or more")
     need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
     need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")

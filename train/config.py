@@ -71,7 +71,7 @@ class DataConfig:
     loop_ngram: int = 8
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_store_gb: float = 500.0
-    states_dtype: str = "bfloat16"
+    states_dtype: str = "bfloat16"  # on disk; float32; or fp8: taps in e4m3 with a scale per token and tap, last in bfloat16
     batch_size: int = 128  # sequences in flight in the engine while responding
 
     @property

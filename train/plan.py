@@ -55,6 +55,7 @@ class Plan:
     tokens: Tokens | None
     store_bytes: int | None
     max_store_gb: float
+    states_dtype: str
     steps: int
     tokens_per_step: int
     flops: float
@@ -83,6 +84,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         tokens=counts["train"],
         store_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
         max_store_gb=cfg.data.max_store_gb,
+        states_dtype=cfg.data.states_dtype,
         steps=cfg.train.steps,
         tokens_per_step=per_step,
         flops=cfg.train.steps * per_step * flops_per_token(head, spec, cfg.data.max_length),
@@ -197,8 +199,7 @@ def count_prompts(cfg: RunConfig, split: str) -> int | None:
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
     if tokens is None:
         return None
-    itemsize = ITEMSIZE[cfg.data.states_dtype]
-    return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, itemsize)
+    return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, cfg.data.states_dtype)
 
 
 def _closed_manifest(cfg: RunConfig, split: str) -> dict | None:
@@ -269,7 +270,7 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
     fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"train and heldout{fits}"),
+        ("store on disk", bytes_text(found.store_bytes), f"train and heldout, data.states_dtype={found.states_dtype}{fits}"),
     ]
 
 
