@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
-from data.prompts import ChatRecord
+from data.record import ChatRecord, asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +41,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: ChatRecord) -> list[i
 
     UserError, naming the record: the template refuses it or renders nothing.
     """
-    last = max(i for i, message in enumerate(record.messages) if message["role"] in ("user", "tool"))
-    ids = _template(tokenizer, record, record.messages[: last + 1], add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = _template(tokenizer, record, asked(record), add_generation_prompt=True, tokenize=True, return_dict=False)
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
         raise UserError(f"record {record.id}: the chat template gives no list of token ids; check the target's tokenizer and template")
     return ids

@@ -148,7 +148,7 @@ def respond(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def capture(job: dict[str, Any]) -> dict[str, Any]:
-    """Prefills each item (id, token_ids, prompt_tokens); the connector stores the states. vLLM's layer ids are layers applied."""
+    """Prefills each item (id, token_ids, spans); the connector stores the states. vLLM's layer ids are layers applied."""
     from data.vllm_connector import close_store
 
     layer_ids = job["connector"]["layer_ids"]
@@ -163,7 +163,7 @@ def capture(job: dict[str, Any]) -> dict[str, Any]:
     def asks() -> Iterator[Ask]:
         for item in items(job):
             lengths[item["id"]] = len(item["token_ids"])
-            about = {"record_id": item["id"], "prompt_tokens": item["prompt_tokens"]}
+            about = {"record_id": item["id"], "spans": item["spans"]}
             params = SamplingParams(
                 temperature=0,
                 max_tokens=1,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
 from data.files import read_object
-from data.prompts import ChatRecord
+from data.record import ChatRecord
 from data.target import fingerprint, read_json
 
 if TYPE_CHECKING:

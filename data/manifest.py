@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from data.errors import UserError
+from data.states import row_bytes
 
 FORMAT_VERSION = 1
 CAPTURE = "`python launch/capture.py conf=<name>`"
@@ -22,10 +23,11 @@ PER_SEQUENCE = ("ids", "lengths", "first_labels")  # lists of a shard
 IDENTITY = ("target", "tokenizer_hash", "template_hash", "taps", "hidden_size", "last", "dtype", "engine")
 
 
-def plan_bytes(n_tokens: int, n_supervised: int, L: int, D: int, last: str, itemsize: int) -> int:
+def plan_bytes(n_tokens: int, n_supervised: int, L: int, D: int, last: str, dtype: str) -> int:
     """Bytes of a store of L taps of width D with these counts; file headers and offsets (well below 1 %) are left out."""
     rows = {"none": 0, "supervised": n_supervised, "all": n_tokens}[last]
-    return n_tokens * (4 + 1 + L * D * itemsize) + rows * D * itemsize
+    tap_bytes, last_bytes = row_bytes(dtype, D)
+    return n_tokens * (4 + 1 + L * tap_bytes) + rows * last_bytes
 
 
 def check_disk(folder: Path, need_bytes: int, cap_gb: float) -> None:

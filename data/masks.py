@@ -11,18 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data.engine import read_answers
+from data.answers import mask_of, read_answers, spans_of
 from data.errors import UserError
-from data.prompts import OTHER
+from data.record import OTHER
 
-ENDS = ("stop", "length", "loop")
+ENDS = ("stop", "length", "loop", "given")
 
 
-def mask_of(answer: dict[str, Any], max_length: int) -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of a response record, cut as capture cuts it: supervised is what the engine generated."""
-    prompt, response = answer["prompt_ids"], answer["response_ids"]
-    mask = [False] * len(prompt) + [True] * len(response)
-    return (prompt + response)[:max_length], mask[:max_length]
+def cut(answer: dict[str, Any], max_length: int) -> tuple[list[int], list[bool]]:
+    """Token ids and loss mask of a response record, cut as capture cuts it."""
+    ids = (answer["prompt_ids"] + answer["response_ids"])[:max_length]
+    return ids, mask_of(spans_of(answer, max_length), len(ids))
 
 
 def statistics(answers: list[dict[str, Any]], max_length: int) -> dict[str, dict[str, Any]]:
@@ -32,7 +31,7 @@ def statistics(answers: list[dict[str, Any]], max_length: int) -> dict[str, dict
         groups[answer.get("meta", {}).get("category") or OTHER].append(answer)
     found = {}
     for name, members in [*sorted(groups.items()), ("all", answers)]:
-        masks = [mask_of(answer, max_length)[1] for answer in members]
+        masks = [cut(answer, max_length)[1] for answer in members]
         tokens = sum(len(mask) for mask in masks)
         found[name] = {
             "records": len(members),
@@ -71,4 +70,4 @@ def show(path: Path, tokenizer: Any, max_length: int, count: int) -> None:
     step = max(1, len(answers) // max(1, count))
     for answer in answers[::step][:count]:
         console.rule(answer["id"])
-        console.print(coloured(tokenizer, *mask_of(answer, max_length)))
+        console.print(coloured(tokenizer, *cut(answer, max_length)))

@@ -5,45 +5,29 @@ Also the JSONL reader and writer of the response files, which must survive a kil
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
 from data.errors import UserError
+from data.record import OTHER, SPLITS, ChatRecord, Unusable, asked, parse, question, record_of, split_of
 
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool"}
-SPLITS = ("train", "heldout")
-HELDOUT_ONE_IN = 10  # share of the records without a split that are held out
-OTHER = "other"
 QUARANTINE_CHARS = 2000  # of a bad line that are kept: enough to recognise it
+WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)")  # 3*data/promptset
 
 Row = tuple[str, int, "bytes | dict[str, Any]"]  # file, line (1-based), raw line or an already parsed row
 
 
-@dataclass
-class ChatRecord:
-    """One conversation. messages: [{"role", "content": str, ...}]; meta: category, language, perhaps split ("train" | "heldout")."""
-
-    id: str
-    messages: list[dict[str, Any]]
-    meta: dict[str, Any]
-    tools: list[Any] | None = None
-
-
-class _Unusable(Exception):
-    """Why one row cannot be used; becomes the reason in the quarantine."""
-
-
-def read_prompts(sources: list[str], quarantine: Path | None, root: Path) -> list[ChatRecord]:
+def read_prompts(sources: list[str], quarantine: Path | None, root: Path, chars: tuple[int, int | None] = (0, None)) -> list[ChatRecord]:
     """Every usable record of `sources`, in order. A source is a .jsonl or .parquet file, a folder of them, a folder written by
-    datasets' save_to_disk, or `hf:<id>[:split]`; relative paths count from `root`.
+    datasets' save_to_disk, or `hf:<id>[:split]`, each perhaps with a weight before it (`3*<source>`, for `select`); relative paths
+    count from `root`. Of records that ask the same the first is used; `chars`: the least and the most characters of a question.
 
     Unusable rows go to the file `quarantine` as JSONL {file, line, reason, text} (it is replaced whole, and empty when all is well)
     and are counted on stderr. UserError: a source that is missing or of unknown kind, or no usable record in all of them.
@@ -52,15 +36,14 @@ def read_prompts(sources: list[str], quarantine: Path | None, root: Path) -> lis
     bad: list[dict[str, Any]] = []
     seen: dict[str, str] = {}
     for source in sources:
-        for file, line, raw in _rows(source, root):
+        for file, line, raw in _rows(_weight(source)[1], root):
             try:
-                record = _record(_parse(raw))
-                if record.id in seen:
-                    raise _Unusable(f"id {record.id!r} was already used at {seen[record.id]}")
-            except _Unusable as why:
+                record = record_of(parse(raw), source)
+                _check_length(record, *chars)
+                _check_new(record, seen, f"{file}:{line}")
+            except Unusable as why:
                 bad.append({"file": file, "line": line, "reason": str(why), "text": _excerpt(raw)})
                 continue
-            seen[record.id] = f"{file}:{line}"
             records.append(record)
     if quarantine is not None:
         _write_atomic(quarantine, bad)
@@ -76,18 +59,68 @@ def read_prompts(sources: list[str], quarantine: Path | None, root: Path) -> lis
 
 
 def select(records: list[ChatRecord], split: str, limit: int | None) -> list[ChatRecord]:
-    """The records of `split`, one of each category in turn, at most `limit`; a smaller limit gives a prefix of a larger one.
+    """The records of `split`, at most `limit`; a smaller limit gives a prefix of a larger one. Records without meta.split get one by
+    the hash of their question, and carry it from here on.
 
-    Records without meta.split get one by a hash of the id, and carry it from here on.
+    One of each category in turn; where sources have weights, so within each source, and the sources in these shares. Then the mix
+    ends with the first source that has no more, for no record is taken twice.
     """
     assert split in SPLITS and (limit is None or limit >= 0)
+    chosen = [replace(record, meta={**record.meta, "split": split}) for record in records if split_of(record) == split]
+    sources = dict.fromkeys(record.source or "" for record in chosen)  # in the order in which they are named
+    if all(_weight(source)[0] is None for source in sources):
+        return _by_category(chosen)[:limit]
+    queues = [_by_category([record for record in chosen if record.source == source]) for source in sources]
+    mix, ended = _mixed(queues, [_weight(source)[0] or 1.0 for source in sources])
+    if limit is None or len(mix) < limit:
+        print(f"data.prompts: the mix for {split} ends after {len(mix)}: {list(sources)[ended]} has no more", file=sys.stderr)
+    return mix[:limit]
+
+
+def _by_category(records: list[ChatRecord]) -> list[ChatRecord]:
     queues: dict[str, list[ChatRecord]] = {}
     for record in records:
-        if _split(record) == split:
-            queue = queues.setdefault(record.meta.get("category", OTHER), [])
-            queue.append(replace(record, meta={**record.meta, "split": split}))
+        queues.setdefault(record.meta.get("category", OTHER), []).append(record)
     turns = zip_longest(*(queues[category] for category in sorted(queues)))
-    return [record for turn in turns for record in turn if record is not None][:limit]
+    return [record for turn in turns for record in turn if record is not None]
+
+
+def _mixed(queues: list[list[ChatRecord]], weights: list[float]) -> tuple[list[ChatRecord], int]:
+    """Takes each record from the queue that is furthest behind its share, until that one (whose number is returned) is empty."""
+    taken, mix = [0] * len(queues), []
+    while True:
+        i = min(range(len(queues)), key=lambda i: (taken[i] + 1) / weights[i])
+        if taken[i] == len(queues[i]):
+            return mix, i
+        mix.append(queues[i][taken[i]])
+        taken[i] += 1
+
+
+def _weight(source: str) -> tuple[float | None, str]:
+    """`3*<source>` -> 3.0 and the source; None where it has no weight. UserError: a weight of 0."""
+    found = WEIGHTED.fullmatch(source)
+    if found is None:
+        return None, source
+    if float(found[1]) == 0:
+        raise UserError(f"data.prompts: {source} has the weight 0; leave it out, or give it more")
+    return float(found[1]), found[2]
+
+
+def _check_new(record: ChatRecord, seen: dict[str, str], place: str) -> None:
+    """Unusable: its id or its question was there before. seen: id or hash of a question -> place."""
+    if record.id in seen:
+        raise Unusable(f"id {record.id!r} was already used at {seen[record.id]}; give it another, or none")
+    asks = f"sha256:{question(record)}"
+    if asks in seen:
+        raise Unusable(f"asks the same as {seen[asks]}")
+    seen[record.id] = seen[asks] = place
+
+
+def _check_length(record: ChatRecord, least: int, most: int | None) -> None:
+    n = sum(len(message["content"]) for message in asked(record))
+    if n < least or (most is not None and n > most):
+        bound = f"fewer than data.min_prompt_chars={least}" if n < least else f"more than data.max_prompt_chars={most}"
+        raise Unusable(f"asks in {n} characters, {bound}")
 
 
 def write_jsonl_line(f: IO[str], obj: dict[str, Any]) -> None:
@@ -115,8 +148,8 @@ def read_jsonl_tolerant(path: Path) -> tuple[list[dict[str, Any]], int]:
                 break
             try:
                 if raw.strip():
-                    records.append(_parse(raw))
-            except _Unusable as why:
+                    records.append(parse(raw))
+            except Unusable as why:
                 broken = (line, str(why))
             else:
                 valid_bytes += len(raw)
@@ -193,93 +226,6 @@ def _hub_rows(source: str) -> Iterator[Row]:
         raise UserError(f"data.prompts: cannot load {source} ({why}); check the name, the split (hf:<id>:<split>) and the network") from why
     for line, row in enumerate(data, 1):
         yield source, line, dict(row)
-
-
-def _parse(raw: bytes | dict[str, Any]) -> dict[str, Any]:
-    try:
-        row = json.loads(raw.decode()) if isinstance(raw, bytes) else raw
-    except (ValueError, RecursionError) as why:  # ValueError: bad JSON, bad UTF-8
-        raise _Unusable(f"malformed JSON: {why}") from why
-    if not isinstance(row, dict):
-        raise _Unusable(f"a JSON object is expected, not {type(row).__name__}")
-    return row
-
-
-def _record(row: dict[str, Any]) -> ChatRecord:
-    turns = row.get("messages") or row.get("conversations")
-    if not isinstance(turns, list) or not turns:
-        raise _Unusable("no list `messages` or `conversations` with a turn in it")
-    messages = [_message(turn, n) for n, turn in enumerate(turns, 1)]
-    _check_order([m["role"] for m in messages])
-    tools = row.get("tools") or None
-    if tools is not None and not isinstance(tools, list):
-        raise _Unusable("`tools` is not a list")
-    content = json.dumps([messages, tools], sort_keys=True, default=str)
-    record = ChatRecord(_record_id(row.get("id"), content), messages, _meta(row.get("meta")), tools)
-    try:
-        json.dumps([record.id, messages, record.meta, tools], ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError) as why:  # a lone surrogate (valid JSON, no text), NaN, or a date in a Parquet column
-        raise _Unusable(f"cannot be written as UTF-8 JSON: {why}") from why
-    return record
-
-
-def _message(turn: Any, n: int) -> dict[str, Any]:
-    """A turn in either spelling as {"role", "content", ...}; null fields, which Parquet makes of absent ones, are dropped."""
-    if not isinstance(turn, dict):
-        raise _Unusable(f"turn {n} is not an object")
-    named = turn.get("role") or SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from"))
-    if named not in ROLES:
-        raise _Unusable(f"turn {n} has the unknown role {named!r}; known: {', '.join(ROLES)} or ShareGPT's {', '.join(SHAREGPT_ROLES)}")
-    content = turn["content"] if turn.get("content") is not None else turn.get("value")
-    text = _text(content, n)
-    if not text.strip() and (named == "user" or (named == "assistant" and not turn.get("tool_calls"))):
-        raise _Unusable(f"turn {n} ({named}) is empty")
-    extra = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
-    return {"role": named, "content": text, **extra}
-
-
-def _text(content: Any, n: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise _Unusable(f"turn {n}: the content is {type(content).__name__}, not a text or a list of text parts")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _Unusable(f"turn {n}: only parts of the form {{'type': 'text', 'text': ...}} can be used")
-    return "\n".join(part["text"] for part in content)  # as vLLM joins them when it serves
-
-
-def _check_order(roles: list[str]) -> None:
-    if "user" not in roles:
-        raise _Unusable("no user turn")
-    first = next(role for role in roles if role != "system")
-    if first != "user":
-        raise _Unusable(f"the conversation starts with the {first}")
-
-
-def _record_id(given: Any, content: str) -> str:
-    if given is None or given == "":
-        return "sha-" + hashlib.sha256(content.encode()).hexdigest()[:16]
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        raise _Unusable(f"the id is {type(given).__name__}, not a text or a whole number")
-    return str(given)
-
-
-def _meta(given: Any) -> dict[str, Any]:
-    if given is not None and not isinstance(given, dict):
-        raise _Unusable("`meta` is not an object")
-    meta = {"category": OTHER, "language": "und"} | {k: v for k, v in (given or {}).items() if v is not None}
-    for key in ("category", "language"):
-        if not isinstance(meta[key], str):
-            raise _Unusable(f"meta.{key} is not a text")
-    if "split" in meta and meta["split"] not in SPLITS:
-        raise _Unusable(f"meta.split is {meta['split']!r}; known: {', '.join(SPLITS)}")
-    return meta
-
-
-def _split(record: ChatRecord) -> str:
-    digest = int(hashlib.sha256(record.id.encode()).hexdigest()[:8], 16)
-    return record.meta.get("split") or SPLITS[digest % HELDOUT_ONE_IN == 0]
 
 
 def _excerpt(raw: bytes | dict[str, Any]) -> str:

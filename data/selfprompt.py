@@ -7,12 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.answers import read_answers
 from data.chat import user_prefix
-from data.engine import read_answers, respond
+from data.engine import respond
 from data.errors import UserError
 from data.identity import identity
 from data.lock import alone
-from data.prompts import ChatRecord, write_jsonl_line
+from data.prompts import write_jsonl_line
+from data.record import ChatRecord
 
 if TYPE_CHECKING:
     from train.config import RunConfig

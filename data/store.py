@@ -1,9 +1,10 @@
 """The hidden-state store: ragged safetensors shards, and a manifest that alone says which of them count.
 
 A shard holds whole sequences end to end, without padding: token_ids [N] int32, loss_mask [N] uint8, offsets [S+1] int64,
-taps [N, L, D] and last, the states after the target's final norm: [N, D] (policy "all"), [R, D] ("supervised": only the
-rows whose next token is a label) or absent ("none"). A shard is written in `writing/`, synced and moved beside the others; then
-the manifest is replaced in the same way. A kill at any moment therefore leaves a store that is valid up to its manifest.
+taps [N, L, D] (compact ones with taps_scale [N, L], see data/states.py) and last, the states after the target's final norm: [N, D]
+(policy "all"), [R, D] ("supervised": only the rows whose next token is a label) or absent ("none"). A shard is written in `writing/`,
+synced and moved beside the others; then the manifest is replaced in the same way. A kill at any moment therefore leaves a store that
+is valid up to its manifest.
 
 Shape suffixes: N tokens of a shard, T tokens of a sequence, S sequences, L taps, D hidden, R stored `last` rows.
 """
@@ -43,9 +44,9 @@ from data.manifest import (
 from data.manifest import check_compatible as check_compatible
 from data.manifest import check_disk as check_disk
 from data.manifest import plan_bytes as plan_bytes
+from data.states import finite, kinds, pack, tap_tensors, unpack
 
 MAX_OPEN_SHARDS = 256  # mapped at once by one reader
-STATE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def label_rows(loss_mask_T: Tensor) -> Tensor:
@@ -67,9 +68,7 @@ class StoreWriter:
         assert set(IDENTITY) <= set(manifest), f"manifest lacks {set(IDENTITY) - set(manifest)}"
         assert manifest["last"] in LAST_POLICIES, manifest["last"]
         self.folder, self.shard_tokens = folder, shard_tokens
-        if manifest["dtype"] not in STATE_DTYPES:
-            raise UserError(f"data.states_dtype={manifest['dtype']!r}: hidden states are stored as one of {', '.join(STATE_DTYPES)}")
-        self.dtype = STATE_DTYPES[manifest["dtype"]]
+        self.dtype, (_, self.last_dtype) = manifest["dtype"], kinds(manifest["dtype"])
         plain = json.loads(json.dumps(manifest))  # as it will be read back: tuples become lists
         self.manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, **plain, "closed": False, "shards": []}
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,13 +126,15 @@ class StoreWriter:
         tensors = {"token_ids": token_ids_T.to("cpu", torch.int32, copy=True), "loss_mask": loss_mask_T.to("cpu", torch.bool, copy=True)}
         if taps_TLD is not None:
             assert taps_TLD.shape == (n_tokens, n_taps, self.manifest["hidden_size"]), (name, taps_TLD.shape)
-            tensors["taps"] = taps_TLD.detach().to("cpu", self.dtype, copy=True)
+            tensors |= pack(taps_TLD, self.dtype)
         if last_TD is not None:
             assert last_TD.shape == (n_tokens, self.manifest["hidden_size"]), (name, last_TD.shape)
             rows_RD = last_TD if policy == "all" else last_TD[label_rows(loss_mask_T).to(last_TD.device)]
-            tensors["last"] = rows_RD.detach().to("cpu", self.dtype, copy=True)
+            tensors["last"] = rows_RD.detach().to("cpu", self.last_dtype, copy=True)
         self.done.add(name)
-        bad = [key for key in ("taps", "last") if key in tensors and not tensors[key].isfinite().all()]
+        bad = ["taps"] if taps_TLD is not None and not finite(tensors) else []
+        if "last" in tensors and not tensors["last"].isfinite().all():
+            bad.append("last")
         if bad:
             self._quarantine(name, f"NaN or Inf in {' and '.join(bad)}")
             return False
@@ -256,7 +257,7 @@ class Store:
     def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True) -> dict[str, Any]:
         """Sequence i, its first `stop` tokens: token_ids [T] int64, loss_mask [T] bool, taps [T, L, D] in the order asked for
         (None for no taps), last [T, D] with zero rows where none is stored (None for policy "none" or with_last=False); states
-        in the storage dtype. UserError naming shard and sequence where it cannot be read.
+        in the storage dtype, those of "fp8" in bfloat16. UserError naming shard and sequence where it cannot be read.
         """
         columns = [self.manifest["taps"].index(tap) for tap in taps]
         number = int(np.searchsorted(self._starts, i, side="right")) - 1
@@ -276,12 +277,13 @@ class Store:
         taps_TLD = last_TD = None
         if columns:
             whole = columns == list(range(len(self.manifest["taps"])))
-            taps = shard.file.get_slice("taps")
-            taps_TLD = taps[first : first + length] if whole else taps[first : first + length, columns]
+            parts = [shard.file.get_slice(key) for key in tap_tensors(self.manifest["dtype"])]
+            rows = [part[first : first + length] if whole else part[first : first + length, columns] for part in parts]
+            taps_TLD = unpack(rows, self.manifest["dtype"])
         if with_last and self.manifest["last"] != "none":
             rows_T = torch.ones_like(mask_T) if self.manifest["last"] == "all" else label_rows(shard.loss_mask_N[first:end])[:length]
             a, n_rows = shard.last_offsets[k], int(rows_T.sum())
-            last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=STATE_DTYPES[self.manifest["dtype"]])
+            last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=kinds(self.manifest["dtype"])[1])
             if n_rows:
                 last_TD[rows_T] = shard.file.get_slice("last")[a : a + n_rows]
         return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD}

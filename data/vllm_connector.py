@@ -20,16 +20,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
+from data.answers import Spans, mask_of
 from data.store import StoreWriter
 from data.target import final_norm
 
 
 @dataclass
 class Handover(PendingSave):
-    """A finished sequence on its way from the scheduler to the worker. Its first `prompt_tokens` tokens are the prompt."""
+    """A finished sequence on its way from the scheduler to the worker, and its supervised spans."""
 
     record_id: str
-    prompt_tokens: int
+    spans: Spans
 
 
 def rms_norm(x_nD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -87,7 +88,7 @@ class StoreConnector(ExampleHiddenStatesConnector):
         blocks = torch.tensor(pending.block_ids, dtype=torch.long)
         slots_n = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:n]
         states_nCD = extract_from_kv_cache(self._kv_cache, slots_n.to(self._kv_cache.device), n).cpu()
-        mask_n = torch.arange(n) >= pending.prompt_tokens
+        mask_n = torch.tensor(mask_of(pending.spans, n))
         taps_nLD = states_nCD[:, self.columns].contiguous() if self.columns else None
         last_nD = None
         if self.plan["last"] != "none":

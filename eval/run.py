@@ -12,7 +12,7 @@ import torch
 from data.errors import UserError
 from data.identity import prompts_hash
 from data.lock import alone
-from data.prompts import ChatRecord
+from data.record import ChatRecord
 from data.target import fingerprint
 from eval.chain import offline_report
 from eval.export import read_export, trained_head

@@ -16,7 +16,8 @@ import torch
 from data.chat import all_prompt_ids, load_tokenizer, loop_start
 from data.engine import engine_identity, generate_each
 from data.errors import UserError
-from data.prompts import ChatRecord, write_jsonl_line
+from data.prompts import write_jsonl_line
+from data.record import ChatRecord
 from eval.accept import Counts, bootstrap, figures
 from eval.advice import recommend
 from eval.methods import check_methods, command, label, speculation

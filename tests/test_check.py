@@ -37,9 +37,9 @@ def sequences(target):
     return found
 
 
-def write(folder, target, sequences, change=lambda name, **x: x):
+def write(folder, target, sequences, change=lambda name, **x: x, dtype="float32"):
     manifest = {**identity(target, TargetConfig(model=str(target), dtype="float32")), "taps": list(TAPS), "hidden_size": 64, "last": "all"}
-    with StoreWriter(folder / "train", {**manifest, "dtype": "float32", "engine": {"name": "t", "version": "0"}}) as writer:
+    with StoreWriter(folder / "train", {**manifest, "dtype": dtype, "engine": {"name": "t", "version": "0"}}) as writer:
         for name, ids, start, streams, last in sequences:
             mask = torch.arange(len(ids)) >= start
             item = change(name, ids=ids, mask=mask, taps=streams[:, list(TAPS)], last=last, streams=streams)
@@ -55,6 +55,11 @@ def test_a_sound_store_has_no_fault(target, sequences, tmp_path):
     faults, figures, holds = write(tmp_path, target, sequences)
     assert not faults and figures["argmax"] == 1 and abs(figures["surprise"]) < check.OFF_POLICY
     assert all(figures[f"tap {t}"] < 1e-5 for t in TAPS) and "4 sequences, 144 tokens, 120 supervised" in holds
+
+
+def test_compact_taps_are_no_fault_and_their_loss_is_told(target, sequences, tmp_path):
+    faults, figures, holds = write(tmp_path, target, sequences, dtype="fp8")
+    assert not faults and all(0.02 < figures[f"tap {t}"] < 0.03 for t in TAPS) and figures["last"] < 0.005 and '"fp8"' in holds
 
 
 WRONG = {
@@ -83,6 +88,9 @@ def test_a_text_of_another_hand_is_off_policy(target, sequences, tmp_path):
         texts.append((name, ids, start, *reference.states(ids)))
     faults, _, _ = write(tmp_path, target, texts)
     assert {fault.cause for fault in faults} == {"off-policy"}
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "train.meta.json").write_text('{"answers": "given"}')  # then it was meant
+    assert not write(tmp_path / "given", target, texts)[0]
 
 
 def test_another_template_and_other_weights_are_named(target, sequences, tmp_path):

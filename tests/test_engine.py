@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from data import engine_job
+from data.answers import check_meta, unanswered
 from data.builtin import build_tiny
 from data.chat import loop_start
-from data.engine import capture, check_meta, generate, respond, unanswered
+from data.engine import capture, generate, respond
 from data.engine_job import LoopWatch, cache_plan, llm_settings, run_child, stop_ids
 from data.errors import UserError
 from data.prompts import read_jsonl_tolerant

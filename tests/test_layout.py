@@ -27,6 +27,7 @@ HOMES = {
     "transformers": ("data/chat.py", "data/check.py", "data/target.py"),
     "datasets": ("data/prompts.py",),
     "compressed_tensors": ("eval/quantize.py",),
+    "openai": ("data/remote.py",),
     "hydra": ("train/config.py", "launch/"),
     "omegaconf": ("train/config.py", "launch/"),
 }

@@ -33,7 +33,7 @@ def test_statistics_by_slice():
 def test_colour_marks_the_generated_tokens_and_nothing_else(tmp_path):
     tokenizer = load_tokenizer(build_tiny(tmp_path / "target"), False)
     prompt, response = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Why is it?", "Because of the sky."))
-    text = masks.coloured(tokenizer, *masks.mask_of({"prompt_ids": prompt, "response_ids": response}, 100))
+    text = masks.coloured(tokenizer, *masks.cut({"prompt_ids": prompt, "response_ids": response}, 100))
     green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))
     assert green == tokenizer.decode(response) and text.plain == tokenizer.decode(prompt) + tokenizer.decode(response)
 

@@ -17,9 +17,9 @@ import torch
 from conftest import SPEC, head_confs, refused
 from toy import make_config, make_store, train
 
+from data.answers import read_answers
 from data.builtin import build_tiny
 from data.chat import all_prompt_ids, load_tokenizer
-from data.engine import read_answers
 from data.files import read_object
 from data.identity import check_responses, identity, prompts_hash, unfinished
 from data.lock import alone

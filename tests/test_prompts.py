@@ -14,6 +14,10 @@ USER = {"role": "user", "content": "Why is the sky blue?"}
 REPLY = {"role": "assistant", "content": "It scatters."}
 
 
+def ask(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
 def write_lines(path: Path, *rows: object) -> Path:
     """One line per row; str and bytes are written as they are."""
     raw = [row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows]
@@ -133,13 +137,13 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     write_lines(folder / "c.jsonl", {"id": "c", "messages": [USER]})
-    write_lines(folder / "a.jsonl", b"\xef\xbb\xbf" + json.dumps({"id": "a", "messages": [USER]}).encode())
-    rows = [{"id": "b", "messages": [USER | {"name": "x"}, REPLY], "meta": {"category": "k"}}, {"id": "none", "messages": None}]
+    write_lines(folder / "a.jsonl", b"\xef\xbb\xbf" + json.dumps({"id": "a", "messages": ask("a?")}).encode())
+    rows = [{"id": "b", "messages": [*ask("b?"), USER | {"name": "x"}, REPLY], "meta": {"category": "k"}}, {"id": "none", "messages": None}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "b.parquet")
     (folder / "notes.txt").write_text("not read")
     records = read_prompts(["set"], tmp_path / "bad.jsonl", tmp_path)
     assert [r.id for r in records] == ["a", "b", "c"]
-    assert records[1].messages == [USER | {"name": "x"}, REPLY]  # the null name that Parquet gives the reply is gone
+    assert records[1].messages == [*ask("b?"), USER | {"name": "x"}, REPLY]  # the null name that Parquet gives the reply is gone
     bad = json.loads((tmp_path / "bad.jsonl").read_text())
     assert bad["file"] == "set/b.parquet" and bad["line"] == 2
 
@@ -148,13 +152,13 @@ def test_saved_and_hub_data_sets_are_read(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    data = datasets.Dataset.from_list([{"id": "a", "messages": [USER]}, {"id": "b", "messages": [USER, REPLY]}])
+    data = datasets.Dataset.from_list([{"id": "a", "messages": [USER]}, {"id": "b", "messages": [*ask("b?"), REPLY]}])
     data.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
     data.to_json(tmp_path / "hub" / "train.jsonl")
     assert [r.id for r in read_prompts(["saved"], None, tmp_path)] == ["a", "b"]
     assert [r.id for r in read_prompts(["both/train"], None, tmp_path)] == ["a", "b"]
-    assert [r.messages for r in read_prompts([f"hf:{tmp_path}/hub:train"], None, tmp_path)] == [[USER], [USER, REPLY]]
+    assert [r.messages for r in read_prompts([f"hf:{tmp_path}/hub:train"], None, tmp_path)] == [[USER], [*ask("b?"), REPLY]]
     with pytest.raises(UserError, match="splits test, train; name one: both/"):
         read_prompts(["both"], None, tmp_path)
     with pytest.raises(UserError, match="cannot load hf:"):
@@ -190,13 +194,40 @@ def test_select_spreads_over_categories_and_a_smaller_limit_is_a_prefix():
     assert select(records, "heldout", None) == [] and select(records, "train", 0) == []
 
 
-def test_records_without_a_split_get_one_by_their_id_alone():
-    records = [ChatRecord(f"r{i}", [USER], {}) for i in range(2000)]
-    train, heldout = (select(records, split, None) for split in ("train", "heldout"))
-    assert {r.id for r in train}.isdisjoint(r.id for r in heldout) and len(train) + len(heldout) == 2000
-    assert 150 < len(heldout) < 250
-    assert {r.meta["split"] for r in heldout} == {"heldout"} and records[0].meta == {}
-    assert {r.id for r in select(records[::-1][:500], "heldout", None)} <= {r.id for r in heldout}
+def test_weights_are_the_shares_of_the_sources_until_one_has_no_more(tmp_path, capsys):
+    for name, n in (("a", 100), ("b", 90), ("held", 1)):
+        split = "heldout" if name == "held" else "train"
+        rows = [{"id": f"{name}{i}", "messages": ask(f"{name} {i}?"), "meta": {"category": f"k{i % 2}", "split": split}} for i in range(n)]
+        write_lines(tmp_path / f"{name}.jsonl", *rows)
+    records = read_prompts(["3*a.jsonl", "b.jsonl", "0.5*held.jsonl"], None, tmp_path)
+    mix = [r.id for r in select(records, "train", 80)]
+    assert sum(name[0] == "a" for name in mix) == 60
+    assert all(2 <= sum(name[0] == "a" for name in mix[i : i + 4]) <= 4 for i in range(0, 80, 4))  # spread, not in blocks
+    assert [name for name in mix if name[0] == "a"][:4] == ["a0", "a1", "a2", "a3"]  # categories in turn within a source
+    assert [r.id for r in select(records, "train", 30)] == mix[:30] and not capsys.readouterr().err
+    everything = [r.id for r in select(records, "train", None)]
+    assert sum(name[0] == "a" for name in everything) == 100 and 32 <= sum(name[0] == "b" for name in everything) <= 34
+    assert "the mix for train ends after" in (said := capsys.readouterr().err) and "3*a.jsonl has no more" in said
+    assert [r.id for r in select(records, "heldout", None)] == ["held0"]  # a source without a record of the split is not in its mix
+    with pytest.raises(UserError, match=r"0\*a.jsonl has the weight 0"):
+        read_prompts(["0*a.jsonl"], None, tmp_path)
+
+
+def test_of_records_that_ask_the_same_the_first_is_used(tmp_path):
+    write_lines(tmp_path / "a.jsonl", {"id": "1", "messages": [USER, REPLY]}, {"id": "2", "messages": ask("Other?")})
+    write_lines(tmp_path / "b.jsonl", {"id": "3", "messages": ask("why is the sky  blue?\n")}, {"id": "4", "messages": [USER, REPLY, USER]})
+    records = read_prompts(["a.jsonl", "b.jsonl"], tmp_path / "bad.jsonl", tmp_path)
+    assert [r.id for r in records] == ["1", "2", "4"]
+    bad = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert [(b["file"], b["line"], b["reason"]) for b in bad] == [("b.jsonl", 1, "asks the same as a.jsonl:1")]
+
+
+def test_questions_of_other_lengths_are_put_aside_with_the_key_that_says_so(tmp_path):
+    write_lines(tmp_path / "p.jsonl", *({"id": f"{n}", "messages": [*ask("x" * n), REPLY]} for n in (3, 10, 20)))
+    records = read_prompts(["p.jsonl"], tmp_path / "bad.jsonl", tmp_path, (5, 10))
+    assert [r.id for r in records] == ["10"]  # the answer does not count
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert "in 3 characters, fewer than data.min_prompt_chars=5" in reasons[0] and "data.max_prompt_chars=10" in reasons[1]
 
 
 def test_lines_written_are_read_back(tmp_path):

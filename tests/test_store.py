@@ -104,7 +104,7 @@ def test_same_input_gives_the_same_bytes(tmp_path):
 @pytest.mark.parametrize("last", ["none", "supervised", "all"])
 def test_bytes_on_disk_are_the_planned_bytes_within_one_percent(tmp_path, last):
     store = Store(write(tmp_path, range(60), shard_tokens=1000, last=last))
-    plan = plan_bytes(store.manifest["tokens"], store.manifest["supervised_tokens"], len(TAPS), D, last, 2)
+    plan = plan_bytes(store.manifest["tokens"], store.manifest["supervised_tokens"], len(TAPS), D, last, "bfloat16")
     disk = sum(path.stat().st_size for path in tmp_path.glob("shard-*"))
     assert plan <= disk <= 1.01 * plan
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
 QUANTIZATION = ("int8", "int4", "fp8")
 METHODS = ("none", "ngram", "suffix", "draft_model", "head")  # of evaluation
+ANSWERS, STATES = ("target", "given"), (*DTYPES, "fp8")
 
 AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_tokens train.val_every train.save_every train.keep
     train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples
@@ -35,9 +36,9 @@ def check(run: RunConfig, root: Path) -> None:
 
     for key in AT_LEAST_1:
         need(key, lambda v: v >= 1, "1 or more")
-    for key in ("train.threads", "data.limit", "data.heldout_limit", "eval.limit"):
+    for key in ("train.threads", "data.limit", "data.heldout_limit", "data.max_prompt_chars", "eval.limit"):
         need(key, lambda v: v is None or v >= 1, "1 or more, or null")
-    need("data.states_dtype", lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}")
+    need("data.states_dtype", lambda v: v in STATES, f"one of {', '.join(STATES)}")
     for key in ("train.dtype", "target.dtype"):
         need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
     for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
@@ -45,7 +46,9 @@ def check(run: RunConfig, root: Path) -> None:
     need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
     need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
     need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
-    for key in ("optim.eps", "optim.weight_decay", "data.sampling.temperature", "data.sampling.top_k", "train.seed"):
+    need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")
+    need("data.server", lambda v: v is None or v.startswith(("http://", "https://")), "an address, as http://host:8000/v1, or null")
+    for key in "data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed".split():
         need(key, lambda v: 0 <= v < math.inf, "0 or more")
     need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
     need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")

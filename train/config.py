@@ -59,6 +59,10 @@ class DataConfig:
     prompts: list[str] = field(default_factory=list)  # files, folders, hub data sets, self:<n>; paths count from the repository
     limit: int | None = None  # training prompts used; null: all (spread over the slices)
     heldout_limit: int | None = None
+    min_prompt_chars: int = 0  # characters of a conversation up to its answer; others are put aside and counted
+    max_prompt_chars: int | None = None
+    answers: str = "target"  # or given: train on the answers that the conversations hold; held-out ones stay the target's own
+    server: str | None = None  # that serves the target elsewhere, as http://host:8000/v1; its key: OPENAI_API_KEY
     responses: str = "???"  # folder with the target's answers: train.jsonl, heldout.jsonl
     store: str = "???"  # folder with the hidden states: train/, heldout/
     max_length: int = 4096  # tokens of prompt + response; longer ones are cut and counted
@@ -66,8 +70,12 @@ class DataConfig:
     loop_ngram: int = 8
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_store_gb: float = 500.0
-    states_dtype: str = "bfloat16"
+    states_dtype: str = "bfloat16"  # on disk; float32; or fp8: taps in e4m3 with a scale per token and tap, last in bfloat16
     batch_size: int = 128  # sequences in flight in the engine while responding
+
+    @property
+    def prompt_chars(self) -> tuple[int, int | None]:
+        return self.min_prompt_chars, self.max_prompt_chars
 
 
 @dataclass

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import heads
+from data.answers import spans_of
 from data.errors import UserError
 from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
@@ -55,6 +56,7 @@ class Plan:
     tokens: Tokens | None
     store_bytes: int | None
     max_store_gb: float
+    states_dtype: str
     steps: int
     tokens_per_step: int
     flops: float
@@ -83,6 +85,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         tokens=counts["train"],
         store_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
         max_store_gb=cfg.data.max_store_gb,
+        states_dtype=cfg.data.states_dtype,
         steps=cfg.train.steps,
         tokens_per_step=per_step,
         flops=cfg.train.steps * per_step * flops_per_token(head, spec, cfg.data.max_length, cfg.train.micro_tokens),
@@ -176,18 +179,19 @@ def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
     if manifest is not None:
         return Tokens(manifest["tokens"], manifest["supervised_tokens"], "store")
     prompts = count_prompts(cfg, split)
-    wanted = None if prompts is None else prompts * (cfg.data.sampling.samples if split == "train" else 1)
+    wanted = None if prompts is None else prompts * (cfg.data.sampling.samples if split == "train" and cfg.data.answers == "target" else 1)
     longest = min(cfg.data.max_length, cfg.target.max_model_len)
     answers = Path(cfg.data.responses) / f"{split}.jsonl"
     records = read_jsonl_tolerant(answers)[0] if answers.is_file() else []
     if records:
         total = sum(min(len(r["prompt_ids"]) + len(r["response_ids"]), longest) for r in records)
-        supervised = total - sum(min(len(r["prompt_ids"]), longest) for r in records)
+        supervised = sum(b - a for r in records for a, b in spans_of(r, longest))
         share = max(wanted or 0, len(records)) / len(records)
         return Tokens(round(total * share), round(supervised * share), "answers")
     if wanted is None:
         return None
-    return Tokens(wanted * longest, wanted * min(cfg.data.sampling.max_tokens, longest), "bound")
+    answer = longest if cfg.data.answers == "given" and split == "train" else min(cfg.data.sampling.max_tokens, longest)
+    return Tokens(wanted * longest, wanted * answer, "bound")
 
 
 def count_prompts(cfg: RunConfig, split: str) -> int | None:
@@ -195,16 +199,15 @@ def count_prompts(cfg: RunConfig, split: str) -> int | None:
     if limit is not None:
         return limit
     given, written = split_sources(cfg.data.prompts)
-    if any(source.startswith("hf:") for source in given):
+    if any("hf:" in source for source in given):
         return None  # its size is known only once it is downloaded
-    return len(select(read_prompts(given, None, ROOT), split, None)) + (written if split == "train" else 0)
+    return len(select(read_prompts(given, None, ROOT, cfg.data.prompt_chars), split, None)) + (written if split == "train" else 0)
 
 
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
     if tokens is None:
         return None
-    itemsize = ITEMSIZE[cfg.data.states_dtype]
-    return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, itemsize)
+    return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, cfg.data.states_dtype)
 
 
 def _closed_manifest(cfg: RunConfig, split: str) -> dict | None:
@@ -275,7 +278,7 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
     fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"train and heldout{fits}"),
+        ("store on disk", bytes_text(found.store_bytes), f"train and heldout, data.states_dtype={found.states_dtype}{fits}"),
     ]
 
 

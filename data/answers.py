@@ -1,0 +1,152 @@
+"""The files of answers, one JSON line each: `<split>.jsonl` with `<split>.meta.json`, which says what wrote them, and what they supervise.
+
+A record: id (`<prompt>#<sample>`), messages, meta, prompt_ids, response_ids, finish_reason ("stop", "length", "loop" or "given"), perhaps
+sampling. Supervised is the response; of a given answer, whose later user turns are in the response too, its `spans` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+from data.identity import read_meta, unfinished
+from data.prompts import read_jsonl_tolerant, write_jsonl_line
+
+Spans = list[list[int]]  # [start, end) each, ascending
+
+
+def collect(
+    *,
+    records: list[dict[str, Any]],
+    out_path: Path,
+    samples: int,
+    longest: int,
+    meta: dict[str, Any],
+    sample: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Has `sample` append to `out_path` the answers `<id>#<s>` that it lacks, s < samples; it returns seconds and generated_tokens.
+
+    records: {id, prompt_ids, ...}; those whose prompt leaves no room for an answer within `longest` tokens are listed beside the answers.
+    `meta` is kept beside the file; UserError where the file was made with another one, or answers other prompts. Returns
+    answers, tokens, finish shares and tokens_per_second of this run.
+    """
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    check_meta(out_path, meta)
+    done = _finished(out_path)
+    fitting = _fitting(records, longest - 1, out_path)
+    todo = unanswered(fitting, samples, done, out_path)
+    print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out_path}", flush=True)
+    ran = {"seconds": 0.0, "generated_tokens": 0}
+    if todo:
+        unfinished(out_path).touch()
+        ran = sample(todo)
+    unfinished(out_path).unlink(missing_ok=True)
+    answers, _ = read_answers(out_path) if out_path.exists() else ([], 0)
+    return _summary(answers, ran)
+
+
+def spans_of(answer: dict[str, Any], max_length: int) -> Spans:
+    """The supervised positions of prompt_ids + response_ids, as far as max_length."""
+    start, end = len(answer["prompt_ids"]), len(answer["prompt_ids"]) + len(answer["response_ids"])
+    spans = answer["spans"] if "spans" in answer else [[start, end]]
+    return [[a, min(b, max_length)] for a, b in spans if a < min(b, max_length)]
+
+
+def mask_of(spans: Spans, length: int) -> list[bool]:
+    mask = [False] * length
+    for a, b in spans:
+        mask[a:b] = [True] * (b - a)
+    return mask
+
+
+def runs(mask: list[bool]) -> Spans:
+    """The spans of a mask: mask_of(runs(mask), len(mask)) == mask."""
+    found = []
+    for on, members in groupby(range(len(mask)), key=lambda i: mask[i]):
+        if on:
+            positions = list(members)
+            found.append([positions[0], positions[-1] + 1])
+    return found
+
+
+def check_meta(out_path: Path, meta: dict[str, Any]) -> None:
+    """Writes `<stem>.meta.json` beside the answers, or compares with the one that is there."""
+    path = out_path.with_suffix(".meta.json")
+    meta = json.loads(json.dumps(meta))
+    if path.exists():
+        old = read_meta(path)
+        differ = [f"{k}: {old.get(k)!r} there, {meta.get(k)!r} now" for k in sorted(old.keys() | meta.keys()) if old.get(k) != meta.get(k)]
+        if differ:
+            raise UserError(
+                f"{out_path} was sampled with other settings ({'; '.join(differ)}): delete that folder or choose another data.responses"
+            )
+        return
+    if out_path.exists():
+        raise UserError(f"{out_path} has no {path.name} beside it, which says what wrote it: delete it or choose another data.responses")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_answers(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """read_jsonl_tolerant of a file of answers. UserError: a record that is no answer, or an id that is there twice."""
+    answers, valid_bytes = read_jsonl_tolerant(path)
+    seen: set[str] = set()
+    for n, answer in enumerate(answers, 1):
+        missing = [key for key in ("id", "prompt_ids", "response_ids", "finish_reason") if key not in answer]
+        if missing or answer["id"] in seen:
+            fault = f"has no {', no '.join(missing)}" if missing else f"repeats the id {answer['id']}"
+            raise UserError(f"{path}: record {n} {fault}; delete that line, or the folder to sample anew")
+        seen.add(answer["id"])
+    return answers, valid_bytes
+
+
+def _finished(out_path: Path) -> dict[str, list[int]]:
+    """Id -> prompt ids of the answers already there; a last line that a kill cut short is removed."""
+    if not out_path.exists():
+        return {}
+    answers, valid_bytes = read_answers(out_path)
+    if valid_bytes < out_path.stat().st_size:
+        os.truncate(out_path, valid_bytes)
+    return {answer["id"]: answer["prompt_ids"] for answer in answers}
+
+
+def unanswered(records: list[dict[str, Any]], samples: int, done: dict[str, list[int]], out_path: Path) -> list[dict[str, Any]]:
+    """The requests `<id>#<sample>` that `done` (id -> prompt ids, in any order) lacks. UserError: one of them answers another prompt."""
+    asked = [{**r, "id": f"{r['id']}#{s}"} for r in records for s in range(samples)]
+    if other := [r["id"] for r in asked if done.get(r["id"], r["prompt_ids"]) != r["prompt_ids"]]:
+        raise UserError(
+            f"{out_path}: {other[0]} and {len(other) - 1} more answer other prompts than data.prompts now has under these ids: "
+            "delete that folder or choose another data.responses"
+        )
+    return [r for r in asked if r["id"] not in done]
+
+
+def _fitting(records: list[dict[str, Any]], most: int, out_path: Path) -> list[dict[str, Any]]:
+    """The records whose prompt leaves room for an answer; the others are listed beside the answers, and counted aloud."""
+    path = out_path.with_suffix(".quarantine.jsonl")
+    long = [r for r in records if len(r["prompt_ids"]) > most]
+    path.unlink(missing_ok=True)
+    if long:
+        with path.open("w", encoding="utf-8") as f:
+            for r in long:
+                reason = f"prompt of {len(r['prompt_ids'])} tokens, over target.max_model_len - 1 = {most}"
+                write_jsonl_line(f, {"id": r["id"], "reason": reason})
+        print(f"respond: {len(long)} of {len(records)} prompts are longer than {most} tokens and left out: {path}", flush=True)
+    return [r for r in records if len(r["prompt_ids"]) <= most]
+
+
+def _summary(answers: list[dict[str, Any]], ran: dict[str, Any]) -> dict[str, Any]:
+    reasons = Counter(answer["finish_reason"] for answer in answers)
+    shares = {reason: reasons[reason] / max(len(answers), 1) for reason in ("stop", "length", "loop")}
+    tokens = sum(len(answer["response_ids"]) for answer in answers)
+    rate = ran["generated_tokens"] / ran["seconds"] if ran["seconds"] else 0.0
+    ended = ", ".join(f"{share:.0%} {reason}" for reason, share in shares.items())
+    print(f"respond: {len(answers)} answers, {tokens} tokens, ended by: {ended}; {rate:.0f} tokens/s in this run", flush=True)
+    return {"answers": len(answers), "tokens": tokens, "finish": shares, "tokens_per_second": rate, "seconds": ran["seconds"]}
