@@ -182,7 +182,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
         validate_export(export_dir, spec(target_dir))
         check_fingerprint(read_export(export_dir)["target_fingerprint"], target_dir)
         if quantization := read_export(export_dir).get("quantization"):
-            check_device(quantization["scheme"], torch.cuda.is_available())
+            check_device(quantization["scheme"], torch.cuda.is_available(), torch.backends.cpu.get_cpu_capability())
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
     encoded = all_prompt_ids(tokenizer, prompts)
     requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, cfg.eval.k)
