@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data.answers import collect, mask_of, read_answers, spans_of
-from data.engine_job import CAPTURED_AS, cache_plan, llm_settings, run_child, stop_ids, whole_prompts
+from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
 from data.manifest import check_disk, check_same_capture, check_same_sequences, plan_bytes, read_manifest
 from data.store import StoreWriter
@@ -123,8 +123,7 @@ def capture(  # noqa: PLR0913
     longest = max(len(s["token_ids"]) for s in todo) + 1  # the engine generates one token, which nobody reads
     seqs = min(in_flight, len(todo))
     llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, max_model_len=longest, seqs=seqs, compiled=False)
-    if target.architecture in CAPTURED_AS:
-        llm["hf_overrides"] = {"architectures": [CAPTURED_AS[target.architecture]]}
+    llm |= captured_as(target)
     plan = {"store_dir": str(store_dir.absolute()), "manifest": manifest, "layer_ids": layer_ids, "taps": list(taps), "last": last}
     plan |= {"shard_tokens": shard_tokens, "target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
     running = 2 * llm["max_num_batched_tokens"] + longest  # this step's tokens, those of the step before, one sequence in part

@@ -50,6 +50,12 @@ def llm_settings(
     }
 
 
+def captured_as(target: TargetSpec) -> dict[str, Any]:
+    """Settings for a capture of a target whose class in vLLM hands out no residual streams."""
+    ours = CAPTURED_AS.get(target.architecture)
+    return {"hf_overrides": {"architectures": [ours]}} if ours else {}
+
+
 def whole_prompts(llm: dict[str, Any]) -> dict[str, Any]:
     """Settings for sampling with seeds on a CPU: no part of a prompt. After a part vLLM turns the request's own generator back, which
     a CPU generator cannot do."""

@@ -1,7 +1,7 @@
 """Rounded weights in an export, in the formats of the compressed-tensors library, which vLLM reads.
 
     int8   weights int8 with a scale per output row, inputs int8 with a scale per token (worked out as they come): CPUs and GPUs
-    int4   weights int4 with a scale per group of inputs, inputs as they are: CPUs and GPUs
+    int4   weights int4 with a scale per group of inputs, inputs as they are: GPUs, CPUs with AVX-512
     fp8    weights e4m3 with a scale per output row, inputs e4m3 with a scale per token: GPUs
 
 Rounded are the projections of the layers, and `fc`, to nearest, from the checkpoint's float32. Norms, embeddings and lm_head stay, for
@@ -51,10 +51,13 @@ def check_scheme(scheme: str, method: str, architecture: str) -> None:
         )
 
 
-def check_device(scheme: str, on_gpu: bool) -> None:
-    """UserError: the engine has no kernel for it here."""
-    if scheme == "fp8" and not on_gpu:
-        raise UserError("this export holds fp8 weights, for which vLLM has no CPU kernel: evaluate on a GPU, or export.quantization=int8")
+def check_device(scheme: str, on_gpu: bool, capability: str) -> None:
+    """UserError: the engine (vLLM 0.32) has no kernel for it here. capability: torch's word for what the CPU can do."""
+    if not on_gpu and (scheme == "fp8" or (scheme == "int4" and "AVX512" not in capability)):
+        raise UserError(
+            f"this export holds {scheme} weights, for which vLLM has no kernel on this CPU ({capability}): evaluate on a GPU, or export "
+            "again with export.quantization=int8"
+        )
 
 
 def rounded_names(shapes: dict[str, Any]) -> list[str]:

@@ -24,10 +24,10 @@ from train.config import load
 EAGLE = {"_target_": "heads.eagle.Eagle"}
 CASES = {
     "eagle3": (EAGLE3, "int8"),
-    "eagle3_reduced": (EAGLE3 | {"draft_vocab_size": 200, "fc_norm": True, "num_layers": 2}, "int4"),
+    "eagle3_reduced": (EAGLE3 | {"draft_vocab_size": 200, "fc_norm": True, "num_layers": 2}, "int8"),
     "eagle": (EAGLE, "int8"),
     "peagle": (PEAGLE, "int8"),
-    "draft_lm": (DRAFT_LM | SMALL | {"intermediate_size": 96}, "int4"),
+    "draft_lm": (DRAFT_LM | SMALL | {"intermediate_size": 96}, "int8"),
     "dflash": (DFLASH | {"num_layers": 1}, "int8"),
 }
 
@@ -102,9 +102,11 @@ def test_a_head_whose_class_reads_none_is_refused(name, target_dir, tmp_path):
 def test_sizes_and_machines_without_a_kernel_are_refused(target_dir, tmp_path):
     odd = DRAFT_LM | SMALL | {"intermediate_size": 80}
     refused(lambda: rounded_export(odd, target_dir, tmp_path / "out", "int4"), "no multiples of 32", "int8")
-    refused(lambda: check_device("fp8", on_gpu=False), "no CPU kernel", "export.quantization=int8")
-    check_device("fp8", on_gpu=True)
-    check_device("int4", on_gpu=False)
+    for scheme, capability in (("fp8", "AVX512"), ("int4", "AVX2")):
+        refused(lambda s=scheme, c=capability: check_device(s, False, c), scheme, "no kernel on this CPU", "export.quantization=int8")
+        check_device(scheme, True, capability)
+    check_device("int8", False, "AVX2")
+    check_device("int4", False, "AVX512")
     refused(lambda: load(["conf=tiny_eagle3", "export.quantization=int2"]), "export.quantization=int2", *SCHEMES)
     assert all(load(["conf=tiny_eagle3", f"export.quantization={scheme}"]).export.quantization == scheme for scheme in SCHEMES)
 
@@ -154,13 +156,12 @@ def probe(tmp_path_factory):
         ours = {theirs: ours for ours, theirs in head.export().names.items()}
         values = read_rounded(folders[name])
         head.load_state_dict({ours[theirs]: value for theirs, value in values.items()}, strict=False)
-        if schemes[name] == "int8":
-            for theirs in values:
-                head.get_submodule(ours[theirs].removesuffix(".weight")).register_forward_pre_hook(round_inputs)
+        for theirs in values:
+            head.get_submodule(ours[theirs].removesuffix(".weight")).register_forward_pre_hook(round_inputs)
         assert json.loads((folders[name] / "config.json").read_text())["quantization_config"]["quant_method"] == "compressed-tensors"
     return tokens, residuals, last, heads, recorded
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_computes_with_the_rounded_weights(probe, name):
-    check(probe, name, tolerance=2e-3 if CASES[name][1] == "int4" else 2e-2)
+    check(probe, name, tolerance=2e-2)  # where rounding of an input tips over, it is by a whole step
