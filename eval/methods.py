@@ -46,7 +46,7 @@ def label(method: str) -> str:
 
 def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """(--speculative-config, --hf-overrides of the target) of a method with k drafts a pass."""
-    drafts = {"num_speculative_tokens": k}
+    drafts: dict[str, Any] = {"num_speculative_tokens": k}
     if method == "none":
         return None, {}
     if method in LOOKUPS:
