@@ -121,9 +121,8 @@ def capture(  # noqa: PLR0913
     if not layer_ids:
         return {**counts, "tokens": tokens, **_store_tokens(writer, todo)}
     longest = max(len(s["token_ids"]) for s in todo) + 1  # the engine generates one token, which nobody reads
-    seqs = min(in_flight, len(todo))
-    llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, max_model_len=longest, seqs=seqs, compiled=False)
-    llm |= captured_as(target)
+    sizes = {"max_model_len": longest, "seqs": min(in_flight, len(todo))}
+    llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, **sizes, compiled=False) | captured_as(target)
     plan = {"store_dir": str(store_dir.absolute()), "manifest": manifest, "layer_ids": layer_ids, "taps": list(taps), "last": last}
     plan |= {"shard_tokens": shard_tokens, "target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
     running = 2 * llm["max_num_batched_tokens"] + longest  # this step's tokens, those of the step before, one sequence in part

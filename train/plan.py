@@ -278,7 +278,7 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
     fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"train and heldout, data.states_dtype={found.states_dtype}{fits}"),
+        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{fits}"),
     ]
 
 
