@@ -1,6 +1,6 @@
 """Rounded weights in an export, in the formats of the compressed-tensors library, which vLLM reads.
 
-    int8   weights int8 with a scale per output row, inputs int8 with a scale per token (worked out as they come): CPUs and GPUs
+    int8   weights int8 with a scale per output row, inputs int8 with a scale per token (worked out as they come): GPUs, CPUs with VNNI
     int4   weights int4 with a scale per group of inputs, inputs as they are: GPUs, CPUs with AVX-512
     fp8    weights e4m3 with a scale per output row, inputs e4m3 with a scale per token: GPUs
 
@@ -11,6 +11,7 @@ vLLM's draft classes share the last two with the target. No data is needed, and 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,12 +52,20 @@ def check_scheme(scheme: str, method: str, architecture: str) -> None:
         )
 
 
-def check_device(scheme: str, on_gpu: bool, capability: str) -> None:
-    """UserError: the engine (vLLM 0.32) has no kernel for it here. capability: torch's word for what the CPU can do."""
-    if not on_gpu and (scheme == "fp8" or (scheme == "int4" and "AVX512" not in capability)):
+def check_device(scheme: str, on_gpu: bool, cpu: Mapping[str, Any]) -> None:
+    """UserError: the engine (vLLM 0.32) cannot compute with it here. cpu: torch.cpu.get_capabilities()."""
+    if on_gpu:
+        return
+    able = {  # scheme -> whether this CPU is, and what would be. Without VNNI oneDNN's int8 products saturate: wrong by tens of per cent
+        "int8": (cpu["architecture"] != "x86_64" or cpu["avx512_vnni"] or cpu["avx_vnni"], "a CPU with VNNI"),
+        "int4": (cpu["architecture"] == "x86_64" and cpu["avx512_f"], "a CPU with AVX-512"),
+        "fp8": (False, "a GPU"),
+    }
+    here, where = able[scheme]
+    if not here:
         raise UserError(
-            f"this export holds {scheme} weights, for which vLLM has no kernel on this CPU ({capability}): evaluate on a GPU, or export "
-            "again with export.quantization=int8"
+            f"this export holds {scheme} weights, with which vLLM cannot compute on this CPU: evaluate on {where}, or export again with "
+            "another export.quantization"
         )
 
 

@@ -33,8 +33,8 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
     export = read_export(export_dir) if "head" in cfg.eval.methods else None
     if export and export["head"] != cfg.head:
         raise UserError(f"{export_dir}: exported from head {export['head']}, the conf says {cfg.head}; use the conf it was trained with")
-    scheme = export.get("quantization", {}).get("scheme")
-    if scheme != cfg.export.quantization:
+    scheme = export.get("quantization", {}).get("scheme") if export else None
+    if export and scheme != cfg.export.quantization:
         raise UserError(
             f"{export_dir}: exported with export.quantization={scheme or 'null'}, the conf says {cfg.export.quantization or 'null'}: "
             "`python launch/export.py conf=<name>` with the same word exports again"
