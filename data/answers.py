@@ -128,16 +128,25 @@ def unanswered(records: list[dict[str, Any]], samples: int, done: dict[str, list
     return [r for r in asked if r["id"] not in done]
 
 
+def set_aside(out_path: Path, lines: list[dict[str, Any]], *, anew: bool) -> Path:
+    """The list beside the answers of what has none, {id, reason} a line: `lines` are added, anew: to an empty one. No file where it is
+    empty."""
+    path = out_path.with_suffix(".quarantine.jsonl")
+    if anew:
+        path.unlink(missing_ok=True)
+    if lines:
+        with path.open("a", encoding="utf-8") as f:
+            for line in lines:
+                write_jsonl_line(f, line)
+    return path
+
+
 def _fitting(records: list[dict[str, Any]], most: int, out_path: Path) -> list[dict[str, Any]]:
     """The records whose prompt leaves room for an answer; the others are listed beside the answers, and counted aloud."""
-    path = out_path.with_suffix(".quarantine.jsonl")
     long = [r for r in records if len(r["prompt_ids"]) > most]
-    path.unlink(missing_ok=True)
+    reasons = [f"prompt of {len(r['prompt_ids'])} tokens, over target.max_model_len - 1 = {most}" for r in long]
+    path = set_aside(out_path, [{"id": r["id"], "reason": reason} for r, reason in zip(long, reasons, strict=True)], anew=True)
     if long:
-        with path.open("w", encoding="utf-8") as f:
-            for r in long:
-                reason = f"prompt of {len(r['prompt_ids'])} tokens, over target.max_model_len - 1 = {most}"
-                write_jsonl_line(f, {"id": r["id"], "reason": reason})
         print(f"respond: {len(long)} of {len(records)} prompts are longer than {most} tokens and left out: {path}", flush=True)
     return [r for r in records if len(r["prompt_ids"]) <= most]
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.answers import check_meta, runs
+from data.answers import check_meta, runs, set_aside
 from data.chat import all_prompt_ids, offpolicy
 from data.engine import respond
 from data.errors import UserError
@@ -71,12 +71,8 @@ def take_given(tokenizer: Any, records: list[ChatRecord], out_path: Path, meta: 
             progress.update(n, f"{len(bad)} left out")
     if not written:
         raise UserError(f"data.answers=given: none of {len(records)} conversations can be used; the first, {bad[0]['reason']}")
-    quarantine = out_path.with_suffix(".quarantine.jsonl")
-    quarantine.unlink(missing_ok=True)
+    quarantine = set_aside(out_path, bad, anew=True)
     if bad:
-        with quarantine.open("w", encoding="utf-8") as f:
-            for line in bad:
-                write_jsonl_line(f, line)
         print(f"respond: {len(bad)} of {len(records)} conversations left out: {quarantine}; the first, {bad[0]['reason']}", flush=True)
     temporary.replace(out_path)
     print(f"respond: {written} conversations with given answers -> {out_path}", flush=True)

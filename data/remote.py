@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 
-from data.answers import collect, runs, spans_of
+from data.answers import collect, runs, set_aside, spans_of
 from data.chat import loop_start, offpolicy
 from data.engine_job import request_seed, stop_ids
 from data.errors import UserError
@@ -182,9 +182,7 @@ def _drive(
         pool.shutdown(wait=False, cancel_futures=True)
     if refused:
         first = f"the first, {refused[0]['id']}: {refused[0]['reason']}"
-        with out_path.with_suffix(".quarantine.jsonl").open("a", encoding="utf-8") as f:
-            for line in refused:
-                write_jsonl_line(f, line)
+        set_aside(out_path, refused, anew=False)
         if len(refused) == len(todo):
             raise UserError(f"none of {len(todo)} prompts was answered; {first}")
         print(f"respond: {len(refused)} of {len(todo)} prompts have no answer; {first}", flush=True)

@@ -74,9 +74,9 @@ def export_faults(head: DraftHead, folder: Path) -> list[Fault]:
     with safe_open(folder / "model.safetensors", "pt") as f:
         held = set(f.keys())
         for name, tensor in tensors.items():
-            if name not in held or not torch.equal(
-                f.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)
-            ):  # torch cannot compare 8-bit floats
+            # as bytes, for torch cannot compare 8-bit floats
+            same = name in held and torch.equal(f.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8))
+            if not same:
                 faults.append(Fault("weights", f"{name} of the export is not the checkpoint's: export again"))
     return faults
 
