@@ -1,8 +1,11 @@
 """Prompts that the target writes itself, the source `self:<n>`: it is given its chat template up to where a user would begin, and goes on
-(Magpie, arXiv 2406.08464). For when there are too few prompts of one's own: what a head learns from is then still the target's own text."""
+(Magpie, arXiv 2406.08464). For when there are too few prompts of one's own: what a head learns from is then still the target's own text.
+Beside other sources each begins with the first words of a training prompt of theirs, so that it asks for things of that kind."""
 
 from __future__ import annotations
 
+import random
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,7 @@ from data.engine import respond
 from data.errors import UserError
 from data.identity import identity
 from data.lock import alone
-from data.prompts import write_jsonl_line
+from data.prompts import read_prompts, select, write_jsonl_line
 from data.record import ChatRecord
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 LONGEST = 256  # tokens of a prompt that the target writes; a longer one is left out
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "max_tokens": LONGEST, "samples": 1, "greedy": False}
 LEAST = 8  # characters of a prompt
+OPENING = (0.2, 0.6)  # share of a prompt's words that another begins with: enough to ask for the same kind of thing, with room for its own
 MARK = "self:"
 
 
@@ -35,35 +39,37 @@ def split_sources(sources: list[str]) -> tuple[list[str], int]:
     return [source for source in sources if not source.startswith(MARK)], sum(map(int, counts))
 
 
-def with_own(cfg: RunConfig, target_dir: Path, tokenizer: Any) -> list[str]:
-    """The sources of data.prompts, with the file of the target's own prompts, written first, in place of `self:<n>`."""
+def with_own(cfg: RunConfig, target_dir: Path, tokenizer: Any, root: Path) -> list[str]:
+    """The sources of data.prompts (relative paths count from `root`), with the file of the target's own prompts, written first, in place
+    of `self:<n>`."""
     sources, count = split_sources(cfg.data.prompts)
     folder = Path(cfg.data.responses)
     if count:
+        like = select(read_prompts(sources, None, root, cfg.data.prompt_chars), "train", None) if sources else []
         with alone(folder, "data.responses"):
-            sources.append(str(invent(cfg, target_dir, tokenizer, count, folder / "self.jsonl")))
+            sources.append(str(invent(cfg, target_dir, tokenizer, count, folder / "self.jsonl", like)))
     return sources
 
 
-def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Path) -> Path:
+def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Path, like: list[ChatRecord]) -> Path:  # noqa: PLR0913
     """Has the target write `count` prompts; those that end by themselves, each once, become `out`, a JSONL source for data.prompts.
+    Each begins as one of `like` does, in turn, and is of its category.
 
     Resumes: what was sampled stays beside `out`. UserError: the template puts nothing before a user's words, or nothing usable came.
     """
     prefix = user_prefix(tokenizer)
     drafts = out.with_name(out.stem + ".drafts.jsonl")
-    records = [{"id": f"self-{i:06d}", "messages": [], "meta": {}, "prompt_ids": prefix, "seed": 1} for i in range(count)]
     respond(
         target_dir=target_dir,
         target_cfg=cfg.target,
-        records=records,
+        records=[beginning(tokenizer, prefix, i, like[i % len(like)] if like else None) for i in range(count)],
         out_path=drafts,
         sampling=SAMPLING,
         batch_size=cfg.data.batch_size,
         cut_loops=0,
         meta=maker(cfg, target_dir),
     )
-    found = usable(read_answers(drafts)[0], tokenizer)
+    found = usable(read_answers(drafts)[0], tokenizer, len(prefix))
     if not found:
         raise UserError(f"{drafts}: none of {count} prompts that the target wrote can be used; is it a chat model?")
     temporary = out.with_suffix(".tmp")
@@ -75,18 +81,38 @@ def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Pa
     return out
 
 
+def beginning(tokenizer: Any, prefix: list[int], i: int, like: ChatRecord | None) -> dict[str, Any]:
+    """What the engine is given for the prompt of number i: `prefix`, and the first words of what `like` asks first."""
+    meta = {"category": "self", "language": "und"}
+    ids = list(prefix)
+    if like is not None:
+        meta |= {key: like.meta[key] for key in meta if key in like.meta}
+        ids += tokenizer(opening(like, random.Random(i)), add_special_tokens=False)["input_ids"]
+    return {"id": f"self-{i:06d}", "messages": [], "meta": meta, "prompt_ids": ids, "seed": 1}
+
+
+def opening(record: ChatRecord, rng: random.Random) -> str:
+    """The first words, as large a share as `rng` says, of the first user's turn. It depends on no other record, so a run may be resumed."""
+    text = next(message["content"] for message in record.messages if message["role"] == "user").strip()
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
+    return text[: ends[max(1, int(len(ends) * rng.uniform(*OPENING))) - 1]]
+
+
 def maker(cfg: RunConfig, target_dir: Path) -> dict[str, Any]:
     """What wrote the prompts: they are not mixed with those of another target or other settings."""
     return {**identity(target_dir, cfg.target), "sampling": {k: v for k, v in SAMPLING.items() if k != "samples"}, "cut_loops": 0}
 
 
-def usable(answers: list[dict[str, Any]], tokenizer: Any) -> list[ChatRecord]:
-    """Those that ended with the template's own end of turn and say something that none before them said, in the order of their ids."""
+def usable(answers: list[dict[str, Any]], tokenizer: Any, skip: int) -> list[ChatRecord]:
+    """Those that ended with the template's own end of turn and say something that none before them said, in the order of their ids.
+
+    skip: tokens of the template before the user's words.
+    """
     found, seen = [], set()
     for answer in sorted(answers, key=lambda a: a["id"]):
-        text = tokenizer.decode(answer["response_ids"], skip_special_tokens=True).strip()
+        text = tokenizer.decode(answer["prompt_ids"][skip:] + answer["response_ids"], skip_special_tokens=True).strip()
         if answer["finish_reason"] == "stop" and len(text) >= LEAST and text.casefold() not in seen:
             seen.add(text.casefold())
-            meta = {"category": "self", "language": "und", "split": "train"}
+            meta = {**answer["meta"], "split": "train"}
             found.append(ChatRecord(answer["id"].partition("#")[0], [{"role": "user", "content": text}], meta))
     return found

@@ -16,7 +16,7 @@ from train.config import ROOT, RunConfig, main
 def run(cfg: RunConfig) -> None:
     folder, target_dir = Path(cfg.data.responses), resolve(cfg.target, ROOT)
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
-    prompts = read_prompts(with_own(cfg, target_dir, tokenizer), folder / "quarantine.jsonl", ROOT, cfg.data.prompt_chars)
+    prompts = read_prompts(with_own(cfg, target_dir, tokenizer, ROOT), folder / "quarantine.jsonl", ROOT, cfg.data.prompt_chars)
     ask(cfg, target_dir, tokenizer, prompts)
 
 

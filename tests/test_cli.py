@@ -41,7 +41,7 @@ def test_training_70b_without_its_inputs_shows_the_plan_and_the_next_command(lau
     script = Path("launch/train.py") if here else ROOT / "launch" / "train.py"
     status, out, err, _ = run([*launcher, script, "conf=llama70b_mtp", f"data.store={tmp_path}/none", f"run_dir={tmp_path}/run"], cwd)
     assert status == 2
-    assert "plan of llama70b_mtp" in out and "Adam moments" in out and "store on disk" in out
+    assert "plan of llama70b_mtp" in out and "optimizer moments" in out and "store on disk" in out
     assert "error: missing: " in err and "launch/capture.py conf=llama70b_mtp" in err
     assert err.count("error: ") == 1 and "Traceback" not in err
     assert not list(tmp_path.iterdir())

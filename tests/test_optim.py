@@ -47,6 +47,17 @@ def test_norms_and_biases_do_not_decay_and_shared_weights_count_once() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     module[2].weight = module[0].weight
     module[3].requires_grad_(False)
-    decayed, kept = param_groups(module, 0.1)
+    decayed, kept = param_groups(module, OptimConfig(weight_decay=0.1), set())
     assert decayed["weight_decay"] == 0.1 and [p.shape for p in decayed["params"]] == [(4, 4)]
     assert kept["weight_decay"] == 0.0 and [p.ndim for p in kept["params"]] == [1, 1, 1]
+
+
+def test_muon_takes_the_matrices_between_hidden_states_alone() -> None:
+    module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 9, bias=False), nn.Conv1d(4, 4, 3))
+    optim = OptimConfig(algorithm="muon", lr=0.02, adam_lr=1e-3, weight_decay=0.1)
+    hidden, tables, vectors = param_groups(module, optim, {9})
+    assert [p.shape for p in hidden["params"]] == [(6, 4)] and hidden["use_muon"] and hidden["lr"] == 0.02
+    assert [tuple(p.shape) for p in tables["params"]] == [(9, 4), (9, 6), (4, 4, 3)]
+    assert [group["weight_decay"] for group in (hidden, tables, vectors)] == [0.1, 0.1, 0.0]
+    assert not tables["use_muon"] and not vectors["use_muon"] and tables["lr"] == vectors["lr"] == 1e-3
+    assert sum(len(group["params"]) for group in (hidden, tables, vectors)) == len(list(module.parameters()))

@@ -40,7 +40,7 @@ def test_70b_is_planned_from_its_conf_alone():
     assert found.head_parameters == matrices + 5 * D  # and the weights of five norms
     assert found.frozen_parameters == 2 * 128256 * D
     P = found.head_parameters
-    assert found.memory["float32 masters"] == 4 * P // 8 and found.memory["Adam moments"] == 8 * P // 8
+    assert found.memory["float32 masters"] == 4 * P // 8 and found.memory["optimizer moments"] == 8 * P // 8
     assert found.memory["head weights"] == 2 * P
     assert found.tokens is not None and found.tokens.source == "bound"
     assert found.tokens_per_step == 8 * 8192
@@ -51,7 +51,7 @@ def test_zero_stages_split_what_they_say(cfg, stage, split):
     cfg.zero = {"stage": stage}
     one, four = planned(cfg, 1).memory, planned(cfg, 4).memory
     smaller = {part for part in one if four[part] < one[part]}
-    assert smaller == {"float32 masters", "Adam moments"} | split
+    assert smaller == {"float32 masters", "optimizer moments"} | split
 
 
 @pytest.mark.parametrize("conf", ["tiny_eagle3", "tiny_mtp"])
@@ -167,7 +167,7 @@ def test_a_store_over_its_cap_is_said_in_the_table(cfg, capsys):
     cfg.data.max_store_gb = 0.001
     plan.show(planned(cfg, world=2))
     shown = capsys.readouterr().out
-    assert "over data.max_store_gb=0.001" in shown and "on 2 GPUs" in shown and "Adam moments" in shown
+    assert "over data.max_store_gb=0.001" in shown and "on 2 GPUs" in shown and "optimizer moments" in shown
 
 
 def test_a_head_that_does_not_build_is_refused_by_its_section(cfg):

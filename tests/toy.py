@@ -23,6 +23,7 @@ from data.batch import Batches  # noqa: E402
 from data.errors import UserError  # noqa: E402
 from data.store import Store, StoreWriter  # noqa: E402
 from heads.base import Batch, DraftHead, Frozen, LossOut  # noqa: E402
+from tests.conftest import SPEC  # noqa: E402
 from train import config, dist  # noqa: E402
 from train.engine import Engine  # noqa: E402
 from train.loop import fit  # noqa: E402
@@ -43,6 +44,7 @@ class ToyHead(DraftHead):
         self.norm = nn.LayerNorm(SIZE)
         self.layers = nn.ModuleList(nn.Linear(SIZE, VOCAB) for _ in range(2))
         self.register_buffer("draft_ids_U", torch.arange(VOCAB))
+        self.target = SPEC
 
     def _rows(self, batch: Batch, k: int) -> Tensor:
         offsets, T = batch.offsets_S1, len(batch.token_ids_T)

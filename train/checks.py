@@ -12,6 +12,7 @@ from data.errors import UserError
 if TYPE_CHECKING:
     from train.config import RunConfig
 
+ALGORITHMS = ("adamw", "muon")
 SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
 QUANTIZATION = ("int8", "int4", "fp8")
 METHODS = ("none", "ngram", "suffix", "draft_model", "head")  # of evaluation
@@ -44,8 +45,13 @@ def check(run: RunConfig, root: Path) -> None:
     for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
         need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
     need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-    need("optim.lr", lambda v: math.isfinite(v) and v > 0, "a positive number")
+    for key in ("optim.lr", "optim.adam_lr"):
+        need(key, lambda v: math.isfinite(v) and v > 0, "a positive number")
+    need("optim.algorithm", lambda v: v in ALGORITHMS, f"one of {', '.join(ALGORITHMS)}")
+    need("optim.momentum", lambda v: 0 <= v < 1, "in [0, 1)")
     need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
+    if run.optim.algorithm == "muon":  # DeepSpeed would clip the updates, whose norm says nothing of the gradient's
+        need("optim.clip", lambda v: v == 0, "0 with optim.algorithm=muon: the size of its updates does not depend on the gradient's")
     need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")
     need("data.server", lambda v: v is None or v.startswith(("http://", "https://")), "an address, as http://host:8000/v1, or null")
     for key in "data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed".split():

@@ -96,7 +96,10 @@ class TrainConfig:
 
 @dataclass
 class OptimConfig:
+    algorithm: str = "adamw"  # or muon: matrices by Muon, vectors and tables of tokens by AdamW
     lr: float = 1e-3
+    adam_lr: float = 1e-3  # muon: of what AdamW trains; it follows the same schedule
+    momentum: float = 0.95  # muon
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from data.errors import UserError
 from heads.base import Batch, DraftHead, LossOut
 from train import dist
-from train.config import RunConfig
+from train.config import OptimConfig, RunConfig
 from train.optim import param_groups
 
 Objective = tuple[Tensor, Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
@@ -44,16 +44,31 @@ def _deepspeed() -> ModuleType:
 
 
 def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
+    whole = {"reduce_scatter": False} if cfg.optim.algorithm == "muon" else {}  # Muon's update is made of whole matrices
     return {
         "train_micro_batch_size_per_gpu": 1,  # one packed batch
         "gradient_accumulation_steps": cfg.train.accum,
         "gradient_clipping": cfg.optim.clip,
-        "zero_optimization": dict(cfg.zero),
+        "zero_optimization": {**cfg.zero, **whole},
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW also where the states are offloaded: nothing to compile
         "bf16": {"enabled": cfg.train.dtype == "bfloat16", "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }
+
+
+def _optimizer(head: DraftHead, optim: OptimConfig) -> torch.optim.Optimizer:
+    groups = param_groups(head, optim, {size for size in (head.target.vocab_size, head.draft_vocab_size) if size})
+    if optim.algorithm == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True)
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    if not torch.cuda.is_available():  # its update is compiled otherwise, which takes a C++ compiler and gains nothing on a CPU
+        torch.compiler.set_stance("force_eager")
+    for group in groups:  # what DeepSpeed's ZeRO looks for
+        for parameter in group["params"]:
+            parameter.use_muon = group["use_muon"]
+    return MuonWithAuxAdam(groups)
 
 
 class _Objective(nn.Module):
@@ -92,11 +107,9 @@ class Engine:
             deepspeed.runtime.zero.config.DeepSpeedZeroConfig(**cfg.zero)
         except ValueError as error:  # pydantic's: a line that counts, then two for each key
             raise UserError(f"zero: {' '.join(' '.join(str(error).splitlines()[1:3]).split())}; as conf/zero/*.yaml have it") from error
-        optim = cfg.optim
-        adam = torch.optim.AdamW(
-            param_groups(head, optim.weight_decay), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True,
-        )  # fmt: skip
-        self.ds, *_ = deepspeed.initialize(model=objective, optimizer=adam, config=deepspeed_config(cfg))
+        optimizer = _optimizer(head, cfg.optim)
+        self.lr_scales = [group["lr"] / cfg.optim.lr for group in optimizer.param_groups]
+        self.ds, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=deepspeed_config(cfg))
 
     def backward(self, batch: Batch, total_K: Tensor) -> LossOut:
         """Adds the gradient of one micro-batch. total_K: supervised positions of the whole step, over all its micro-batches and ranks.
@@ -114,8 +127,8 @@ class Engine:
         return LossOut(loss.detach(), loss_K, count_K, metrics)
 
     def set_lr(self, lr: float) -> None:
-        for group in self.ds.optimizer.param_groups:
-            group["lr"] = lr
+        for group, scale in zip(self.ds.optimizer.param_groups, self.lr_scales, strict=True):
+            group["lr"] = lr * scale
 
     @property
     def skipped(self) -> bool:

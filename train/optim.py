@@ -10,12 +10,23 @@ from torch import nn
 from train.config import OptimConfig
 
 
-def param_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices decay; vectors (norms and biases) do not. Each parameter appears once."""
+def param_groups(module: nn.Module, optim: OptimConfig, vocabularies: set[int]) -> list[dict[str, Any]]:
+    """Trainable parameters in groups, each once: matrices decay; vectors (norms and biases) do not.
+
+    With optim.algorithm=muon the matrices between hidden states are Muon's (arXiv 2502.16982). Vectors, and tables with a row for each
+    token (vocabularies: their numbers of rows), are AdamW's at optim.adam_lr.
+    """
     trainable = [p for p in module.parameters() if p.requires_grad]
     matrices = [p for p in trainable if p.ndim >= 2]
-    vectors = [p for p in trainable if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    vectors = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
+    if optim.algorithm == "adamw":
+        groups = [{"params": matrices, "weight_decay": optim.weight_decay}, vectors]
+    else:
+        hidden = [p for p in matrices if p.ndim == 2 and p.shape[0] not in vocabularies]
+        rest = [p for p in matrices if all(p is not other for other in hidden)]
+        adam = {"use_muon": False, "lr": optim.adam_lr, "betas": tuple(optim.betas), "eps": optim.eps}
+        muon = {"use_muon": True, "lr": optim.lr, "momentum": optim.momentum, "weight_decay": optim.weight_decay}
+        groups = [{"params": hidden, **muon}, {"params": rest, "weight_decay": optim.weight_decay, **adam}, {**vectors, **adam}]
     return [group for group in groups if group["params"]]
 
 

@@ -108,7 +108,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     """Bytes on one GPU by part; P trained parameters, b bytes of the compute dtype, w = world.
 
     ZeRO (Rajbhandari et al. 2020, figure 1) with float32 masters and float32 gradient sums:
-      weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w.
+      weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w, Muon's one 4 P / w.
     Activations kept for the backward pass, per row worked on (`worked` of heads) and decoder block (hidden size D, N query heads and G
     key/value heads of size H, inner width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and
     after rotation, attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; the lm_head's input and its gradient 2 D. All
@@ -126,7 +126,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     return {
         "head weights": P * b // (world if stage == 3 else 1),
         "float32 masters": 4 * P // world,
-        "Adam moments": 8 * P // world,
+        "optimizer moments": (4 if cfg.optim.algorithm == "muon" else 8) * P // world,
         "gradients": 4 * P // (world if stage >= 2 else 1),
         "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
         "activations": round((rows / ranks + T - T / ranks) * blocks + outputs / ranks * 2 * D) * b,
