@@ -44,6 +44,8 @@ def test_any_split_takes_the_same_steps_and_a_resume_is_the_whole_run(tmp_path: 
     for job in jobs[1:]:
         jobs += [{**job, "run_dir": job["run_dir"] + "broken", "stop_before": 7, "error": "went away"}]
         jobs += [{**job, "run_dir": job["run_dir"] + "broken"}]
+    train(make_config(tmp_path / "resized", store, **MUON, **{"train.steps": 5, "train.accum": 2}))
+    jobs += [{"run_dir": "resized", "set": MUON, "error": "goes on with as many ranks as before, 1"}]
     for job in jobs:
         job |= {"run_dir": str(tmp_path / job["run_dir"]), "store": str(store)}
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))

@@ -111,6 +111,11 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
             f"{folder}: a step was {was} ranks x train.accum={old['train']['accum']} = {micros} micro-batches, now it is "
             f"{now} x {cfg.train.accum}; {fitting}, or begin anew under another name"
         )
+    if cfg.optim.algorithm == "muon" and state["world"] != dist.world():  # DeepSpeed's universal format has no place for its momentum
+        raise UserError(
+            f"{folder}: a run with optim.algorithm=muon goes on with as many ranks as before, {state['world']}; "
+            "or begin anew under another name with train.init naming this one"
+        )
     changed = _changed(old, yaml.safe_load(to_yaml(cfg)))
     if changed:
         raise UserError(f"{folder} belongs to another run: {'; '.join(changed)}. Set these back, or begin anew under another name")
