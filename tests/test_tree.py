@@ -239,8 +239,9 @@ def test_heads_draft_trees_from_the_states_of_verification_and_are_lossless(targ
     conf = head_confs()[name]
     torch.manual_seed(0)
     head = build(conf | ({"taps": [0, 1, 2]} if conf.get("taps") else {}), spec(target.folder))
+    if head.draft_vocab_size is not None:
+        head.set_draft_vocab(torch.arange(3, 403, 400 // head.draft_vocab_size)[: head.draft_vocab_size])
     head.attach(frozen(target.folder, torch.float32, "cpu"))
-    head.eval()
     reader, seen = Reader(target, head.taps), []
 
     def drafter(text, states):
