@@ -44,7 +44,8 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.folder, self.lm_head_VD = folder, frozen(folder, torch.float32, device).lm_head_VD
-        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval().to(device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        self.model.eval().to(device)
         self._before_norm: list[Tensor] = []
         self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0][0]))
 

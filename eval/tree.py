@@ -54,7 +54,8 @@ def static_tree(levels: Levels, paths: Sequence[Ranks]) -> Tree:
     """The tree of these paths; what a path passes through must be among them. Nodes are in the order of sorted(paths, key=(len, path))."""
     ordered = sorted(paths, key=lambda path: (len(path), path))
     node, inner = {path: i for i, path in enumerate(ordered)}, {path[:-1] for path in ordered}
-    tree, rows, log_q_RV = Tree([], []), {(): 0}, next(levels)
+    rows: dict[Ranks, int] = {(): 0}
+    tree, log_q_RV = Tree([], []), next(levels)
     for depth in range(1, len(ordered[-1]) + 1):
         level = [path for path in ordered if len(path) == depth]
         ranked_RW = log_q_RV.topk(1 + max(path[-1] for path in level)).indices.tolist()
