@@ -132,7 +132,7 @@ def compare(
     if not isinstance(head, RecurrentHead | LastStateHead):
         raise UserError(
             f"head: {cfg.head['_target_']} does not draft step by step from the target's states, so it grows no trees here; "
-            "heads that do are eagle, eagle3, mtp, peagle, medusa, hydra and mlp_speculator"
+            "choose a conf with one of the heads that docs/evaluation.md lists under Trees"
         )
     bench, ks = Bench(cfg, head, target_dir, device), cfg.eval.ks
     most = head.depths if isinstance(head, LastStateHead) else max(ks)

@@ -23,18 +23,14 @@ from heads.recurrent import RecurrentHead
 
 @dataclass
 class States:
-    """What the target made of the tokens it has read."""
+    """What the target made of tokens that it has read."""
 
-    logits_TV: Tensor
     taps_TLD: Tensor
     last_TD: Tensor
 
-    def of(self, rows: list[int]) -> States:
-        return States(self.logits_TV[rows], self.taps_TLD[rows], self.last_TD[rows])
-
-    def then(self, more: States) -> States:
-        """These and those, of which the logits alone are kept: they are read once."""
-        return States(more.logits_TV, torch.cat([self.taps_TLD, more.taps_TLD]), torch.cat([self.last_TD, more.last_TD]))
+    def then(self, more: States, rows: list[int]) -> States:
+        """These and those rows of `more`."""
+        return States(torch.cat([self.taps_TLD, more.taps_TLD[rows]]), torch.cat([self.last_TD, more.last_TD[rows]]))
 
 
 Drafter = Callable[[list[int], States], Levels]  # of the text, and of the target's states of all its tokens but the last
@@ -72,7 +68,11 @@ class Reader:
             streams_TLD, last_TD = self.model.states(torch.tensor(tokens, device=device), **options)
         finally:
             body.layers = layers
-        return States(last_TD @ self.model.lm_head_VD.T, streams_TLD[:, self.taps], last_TD)
+        return States(streams_TLD[:, self.taps], last_TD)
+
+    def logits(self, last_RD: Tensor) -> Tensor:
+        """[R, V]"""
+        return last_RD @ self.model.lm_head_VD.T
 
     def keep(self, tokens: list[int], nodes: list[int]) -> None:
         """The text goes on with these nodes of the tree that was read last, which are these tokens; of the others nothing is left."""
@@ -94,13 +94,13 @@ class Reader:
     def levels(self, text: list[int], _: States) -> Levels:
         """The model as a drafter. The nodes of all levels are read again at each, for the cache holds the text alone."""
         tokens, parents, row = [], [], [-1]
-        logits_RV = self.read(text).logits_TV[-1:]
+        last_RD = self.read(text).last_TD[-1:]
         while True:
-            parent_R, token_R = yield logits_RV.log_softmax(-1)
+            parent_R, token_R = yield self.logits(last_RD).log_softmax(-1)
             parents += [row[parent] for parent in parent_R.tolist()]
             row = list(range(len(tokens), len(tokens) + len(token_R)))
             tokens += token_R.tolist()
-            logits_RV = self.forward(tokens, parents).logits_TV[row]
+            last_RD = self.forward(tokens, parents).last_TD[row]
             self.keep([], [])
 
 
@@ -154,16 +154,16 @@ def decode(  # noqa: PLR0913
     last pass counts whole, also what it accepts beyond the end."""
     target.forget()
     states = target.read(prompt)
-    token = verify(no_drafts(), states.logits_TV[-1:])[1]
+    token = verify(no_drafts(), target.logits(states.last_TD[-1:]))[1]
     answer, done = Answer([token]), {*stop_ids}
     while len(answer.token_ids) < limit and not done & {*answer.token_ids}:
         root = answer.token_ids[-1]
         tree = grow(drafter(prompt + answer.token_ids, states))
         read = target.forward([root, *tree.tokens], [-1, *(parent + 1 for parent in tree.parents)])
-        path, token = verify(tree, read.logits_TV)
+        path, token = verify(tree, target.logits(read.last_TD))
         kept, drafts = [0, *(node + 1 for node in path)], [tree.tokens[node] for node in path]
         target.keep([root, *drafts], kept)
-        states = states.then(read.of(kept))
+        states = states.then(read, kept)
         answer.token_ids += [*drafts, token]
         answer.paths.append(path)
         answer.nodes += len(tree.tokens)
