@@ -37,23 +37,30 @@ def _error(stored: Tensor, true: Tensor) -> Tensor:
 
 
 class Reference:
-    """The target in transformers, float32: the residual stream after each of its layers, and the state after the final norm. Loaded
-    once for all stores."""
+    """The target, or another language model, in transformers, float32: the residual stream after each of its layers, and the state after
+    the final norm. Loaded once for all stores."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
-        self.folder, self.lm_head_VD = folder, frozen(folder, torch.float32, "cpu").lm_head_VD
-        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
+        self.folder, self.lm_head_VD = folder, frozen(folder, torch.float32, device).lm_head_VD
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        self.model.eval().to(device)
         self._before_norm: list[Tensor] = []
         self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0][0]))
 
     @torch.no_grad()
-    def states(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual streams [T, layers + 1, D], last [T, D])."""
+    def states(self, token_ids_T: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """(residual streams [T, layers + 1, D], last [T, D]). options: of the model's forward."""
         self._before_norm.clear()
-        found = self.model.model(token_ids_T[None], output_hidden_states=True, use_cache=False)
+        found = self.model.model(token_ids_T[None], **{"output_hidden_states": True, "use_cache": False, **options})
         return torch.stack([*(x[0] for x in found.hidden_states[:-1]), self._before_norm[0]], 1), found.last_hidden_state[0]
+
+    def empty_cache(self) -> Any:
+        """Of keys and values. Its layers hold every token, also where the model's config would let go of those beyond a window."""
+        from transformers import DynamicCache
+
+        return DynamicCache()
 
 
 def identity_faults(manifest: dict[str, Any], target_dir: Path) -> list[Fault]:

@@ -107,9 +107,13 @@ def check_methods(cfg: RunConfig, target_dir: Path, export_dir: Path) -> None:
         _check_published(folder, cfg.eval.ks, target_dir, target)
     if "draft_model" in methods:
         folder = Path(cfg.eval.draft_model or "")
-        config = read_object(folder / "config.json", "eval.draft_model must be the folder of a Hugging Face model")
-        _check_sizes("eval.draft_model", folder, {"vocab_size": config.get("vocab_size")}, target)
+        check_draft_model(folder, target)
         check_path(folder, "draft_model", "rename it, or link to it under another name")
+
+
+def check_draft_model(folder: Path, target: TargetSpec) -> None:
+    config = read_object(folder / "config.json", "eval.draft_model must be the folder of a Hugging Face model")
+    _check_sizes("eval.draft_model", folder, {"vocab_size": config.get("vocab_size")}, target)
 
 
 def _check_depths(head_cfg: dict[str, Any], ks: list[int], target: TargetSpec) -> None:

@@ -82,6 +82,11 @@ class Documents:
                 parts.append(part)
         self.needed = self._rows(spans, parts)
 
+    def repeat(self, row: int, count: int) -> None:
+        """From now on one row alone, so many times: nodes of a draft tree, each with the diagonals of its own path."""
+        start = self._starts[int(self._document_T[row])]
+        self.needed = self._rows([(start, row, row + 1)], [torch.full((count,), row)])
+
     def _rows(self, spans: list[tuple[int, int, int]], parts: list[Tensor] | None = None) -> Rows:
         """parts: the rows of each span, all where not given."""
         parts = [torch.arange(first, end) for _, first, end in spans] if parts is None else parts

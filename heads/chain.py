@@ -8,6 +8,8 @@ Shape suffixes: T packed tokens, R rows of them that have a label, D hidden, U d
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,10 @@ from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec
 from heads.losses import Labels, fused_loss
 from heads.metrics import hits, rates
 from heads.objectives import parse
+
+# Drafting level by level, as trees are: yields log q [R, V] after the R nodes of a level (first of the root, the last known token) and is
+# sent the next level, the row of each node's parent in this one and its token, [R] int64 both.
+Levels = Generator[Tensor, tuple[Tensor, Tensor], None]
 
 
 class ChainHead(DraftHead):
@@ -164,3 +170,11 @@ class ChainHead(DraftHead):
             best.append(choice if self.draft_ids_U is None else self.draft_ids_U[choice])
             score.append(top)
         return torch.cat(best), torch.cat(score)
+
+    def log_q(self, x_RD: Tensor, k: int) -> Tensor:
+        """log q of depth k over the target's vocabulary [R, V] float32, from the inputs [R, D] of its lm_head; -inf for a token that the
+        draft vocabulary lacks."""
+        log_q_RU = (x_RD @ self.head_rows(k).T).float().log_softmax(-1)
+        if self.draft_ids_U is None:
+            return log_q_RU
+        return log_q_RU.new_full((len(x_RD), self.target.vocab_size), -torch.inf).index_copy(1, self.draft_ids_U, log_q_RU)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heads.attention import Documents
 from heads.base import Batch, Frozen, TargetSpec
-from heads.chain import ChainHead
+from heads.chain import ChainHead, Levels
 from heads.losses import Labels
 
 
@@ -103,6 +103,16 @@ class LastStateHead(ChainHead):
             drafts.append(tokens_T)
             log_q.append(score_T)
         return torch.stack(drafts, 1), torch.stack(log_q, 1)
+
+    @torch.no_grad()
+    def levels(self, batch: Batch) -> Levels:
+        """As heads.recurrent.RecurrentHead.levels; ends after head.depths levels."""
+        assert batch.last_TD is not None
+        tokens_R, state = batch.token_ids_T[-1:], self.first_state(batch.last_TD[-2:-1])
+        for k in range(self.depths):
+            x_RD, state = self.step(k, state, tokens_R)
+            parent_R, tokens_R = yield self.log_q(x_RD, k)
+            state = state[parent_R]
 
     def check_drafts(self, k: int) -> None:
         """ValueError: more drafts than depths."""

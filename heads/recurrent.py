@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch
-from heads.chain import ChainHead
+from heads.chain import ChainHead, Levels
 from heads.losses import Labels
 
 
@@ -58,3 +58,18 @@ class RecurrentHead(ChainHead):
             drafts.append(tokens_T)
             log_q.append(score_T)
         return torch.stack(drafts, 1), torch.stack(log_q, 1)
+
+    @torch.no_grad()
+    def levels(self, batch: Batch) -> Levels:
+        """Drafts a tree after the last token of one document, whose states are known but for that token's own (that row is not read)."""
+        docs, row = Documents(batch.offsets_S1, batch.token_ids_T.device), len(batch.token_ids_T) - 2
+        docs.repeat(row, 1)
+        index_T, _ = docs.shifted(1)
+        tokens, state, caches, k = batch.token_ids_T[index_T], self.first_state(batch), self.caches(), 0
+        while True:
+            x_RD, state = self.step(state, self.frozen.embed_VD[tokens], docs, caches)
+            parent_R, tokens = yield self.log_q(x_RD, k)
+            state, k = state[parent_R], k + 1
+            docs.repeat(row, len(tokens))
+            for cache in caches:
+                cache.keep(parent_R)

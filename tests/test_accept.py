@@ -1,21 +1,21 @@
-"""Verification keeps the target's distribution, and the figures made of counts say what they claim."""
+"""What each rule of verification accepts (that it is lossless: test_lossless.py); the figures made of counts say what they claim."""
 
 import pytest
 import torch
 
 from eval.accept import (
     Counts,
+    block_verify,
     bootstrap,
     conditional,
+    draw,
     expected_acceptance,
     figures,
     greedy_accepted,
     rejection_sample,
-    scatter_draft_vocab,
     tokens_per_pass,
+    tree_accepted,
 )
-
-CHI2_999 = {4: 18.47, 5: 20.52}  # 99.9 % quantiles by degrees of freedom
 
 
 @pytest.mark.parametrize(
@@ -26,63 +26,60 @@ def test_greedy_acceptance_ends_at_the_first_difference_and_at_the_known_truth(d
     assert greedy_accepted(drafts, truth) == accepted
 
 
+def passes(q_kV: torch.Tensor, p_nV: torch.Tensor, count: int, rule=rejection_sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """(accepted drafts, token after them) of so many passes over the same distributions."""
+    generator = torch.Generator().manual_seed(7)
+    drafts_Bk = torch.stack([torch.multinomial(row, count, replacement=True, generator=generator) for row in q_kV], 1)
+    uniform_Bn = torch.rand(count, len(p_nV), generator=generator, dtype=torch.float64)
+    return rule(drafts_Bk, q_kV.expand(count, -1, -1), p_nV.expand(count, -1, -1), uniform_Bn)
+
+
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    p_k1V = torch.randn(3, 6, generator=generator).softmax(-1).double()
-    q_kV = torch.randn(2, 6, generator=generator).softmax(-1).double()
-    return p_k1V, q_kV
+    p_nV = torch.randn(3, 6, generator=generator, dtype=torch.float64).softmax(-1)
+    return p_nV, torch.randn(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
 
 
-def run_passes(p_k1V: torch.Tensor, q_kV: torch.Tensor, passes: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    drafts = torch.stack([torch.multinomial(row, passes, replacement=True, generator=generator) for row in q_kV], 1)
-    return [rejection_sample(drafts_k, q_kV, p_k1V, generator) for drafts_k in drafts]
+@pytest.mark.parametrize("rule", [rejection_sample, block_verify])
+def test_one_draft_is_kept_as_often_as_the_overlap_says(rule):
+    p_nV, q_kV = distributions()
+    accepted, _ = passes(q_kV[:1], p_nV[:2], 20000, rule)
+    assert accepted.double().mean().item() == pytest.approx(float(expected_acceptance(p_nV[0], q_kV[0])), abs=0.01)
 
 
-def chi_square(tokens: list[int], p_V: torch.Tensor) -> float:
-    expected = p_V * len(tokens)
-    found = torch.bincount(torch.tensor(tokens), minlength=len(p_V)).double()
-    assert found[p_V == 0].sum() == 0
-    return float(((found - expected)[p_V > 0] ** 2 / expected[p_V > 0]).sum())
+def test_a_block_keeps_more_drafts_than_one_by_one():
+    p_nV, q_kV = distributions()
+    single, block = (passes(q_kV, p_nV, 20000, rule)[0].double().mean().item() for rule in (rejection_sample, block_verify))
+    assert block > single + 0.02
 
 
-def test_rejection_sampling_is_lossless_at_every_position():
-    p_k1V, q_kV = distributions()
-    emitted = run_passes(p_k1V, q_kV, 12000)
-    for i in range(3):
-        tokens = [out[i] for out in emitted if len(out) > i]
-        assert len(tokens) > 500
-        assert chi_square(tokens, p_k1V[i]) < CHI2_999[5], f"token {i + 1} does not follow the target"
+@pytest.mark.parametrize("rule", [rejection_sample, block_verify])
+def test_equal_distributions_accept_everything(rule):
+    p_nV, _ = distributions()
+    assert passes(p_nV[:2], p_nV, 200, rule)[0].eq(2).all()
 
 
-def test_rejection_sampling_accepts_as_often_as_the_overlap_says():
-    p_k1V, q_kV = distributions()
-    emitted = run_passes(p_k1V, q_kV, 12000)
-    share = sum(len(out) > 1 for out in emitted) / len(emitted)
-    assert share == pytest.approx(float(expected_acceptance(p_k1V[0], q_kV[0])), abs=0.02)
+@pytest.mark.parametrize("rule", [rejection_sample, block_verify])
+def test_what_the_target_never_says_is_never_emitted(rule):
+    p_nV = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    q_kV = torch.tensor([[0.9, 0.1, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
+    accepted, token = passes(q_kV, p_nV, 500, rule)
+    assert (p_nV[accepted, token] > 0).all() and accepted.max() == 1
 
 
-def test_equal_distributions_accept_everything():
-    p_k1V, _ = distributions()
-    assert all(len(out) == 3 for out in run_passes(p_k1V, p_k1V[:2], 200))
+def test_a_weight_of_nothing_is_never_drawn():
+    weight = torch.tensor([[0.0, 2.0, 0.0, 1.0, 0.0]])
+    uniform = torch.tensor([0.0, 0.3, 0.667, 1 - 2**-53], dtype=torch.float64)
+    assert draw(weight.expand(4, -1), uniform).tolist() == [1, 1, 3, 3]
 
 
-def test_greedy_drafts_are_lossless_as_a_one_hot_distribution():
-    p_k1V, _ = distributions()
-    one_hot = torch.nn.functional.one_hot(p_k1V[:2].argmin(-1), 6).double()
-    emitted = run_passes(p_k1V, one_hot, 6000)
-    assert chi_square([out[0] for out in emitted], p_k1V[0]) < CHI2_999[5]
-
-
-def test_reduced_vocabulary_is_lossless_once_scattered():
-    p_k1V, _ = distributions()
-    ids_U = torch.tensor([0, 2, 5])
-    q_kU = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]], dtype=torch.float64)
-    q_kV = scatter_draft_vocab(q_kU, ids_U, 6)
-    assert q_kV.sum(-1).tolist() == pytest.approx([1, 1]) and q_kV[:, [1, 3, 4]].sum() == 0
-    emitted = run_passes(p_k1V, q_kV, 8000)
-    assert {out[0] for out in emitted} == set(range(6)), "tokens outside the draft vocabulary come from the residual"
-    assert chi_square([out[0] for out in emitted], p_k1V[0]) < CHI2_999[5]
+def test_a_tree_is_accepted_along_the_path_that_the_target_takes():
+    """Root -> 7, 8; 8 -> 7, 9; 9 (under 8) -> 7."""
+    tokens, parents = [7, 8, 7, 9, 7], [-1, -1, 1, 1, 3]
+    assert tree_accepted(tokens, parents, [8, 0, 9, 0, 7, 0]) == [1, 3, 4]
+    assert tree_accepted(tokens, parents, [7, 9, 9, 9, 9, 9]) == [0], "9 is a child of 8, not of 7"
+    assert tree_accepted(tokens, parents, [5, 7, 7, 7, 7, 7]) == []
+    assert tree_accepted([], [], [3]) == []
 
 
 def add(counts: Counts, passes: list[int], k: int, output: int | None = None) -> None:

@@ -1,0 +1,39 @@
+"""python launch/trees.py conf=<name>: the acceptance length of the newest checkpoint's chains, static and dynamic trees, of early exit and,
+with eval.draft_model, of a language model, decoded offline in transformers with eval.k drafts a pass. Writes <run_dir>/eval/trees.json."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from data.errors import UserError
+from data.files import read_object
+from data.prompts import read_prompts, select
+from data.selfprompt import split_sources
+from data.target import resolve
+from eval.compare import SHAPED_ON, compare, show
+from eval.export import check_fingerprint, trained_head
+from train.checkpoint import check_head, latest, load_head
+from train.config import ROOT, RunConfig, main
+
+
+def run(cfg: RunConfig) -> None:
+    run_dir, target_dir = Path(cfg.run_dir), resolve(cfg.target, ROOT)
+    step = latest(run_dir)
+    if step is None:
+        raise UserError(f"{run_dir}: no checkpoint yet; train first with `python launch/train.py conf=<name>`")
+    check_head(step, cfg.head)
+    provenance = read_object(run_dir / "provenance.json", "`python launch/train.py conf=<name>` writes it again")
+    check_fingerprint(provenance["target"]["fingerprint"], target_dir)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, device)
+    given, _ = split_sources(cfg.data.prompts)
+    prompts = read_prompts(given, None, ROOT, cfg.data.prompt_chars)
+    heldout, training = select(prompts, "heldout", cfg.eval.limit), select(prompts, "train", SHAPED_ON)
+    show(compare(cfg, head, target_dir, heldout, training, device) | {"checkpoint": step.name}, run_dir)
+
+
+if __name__ == "__main__":
+    main(run)
