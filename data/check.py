@@ -15,9 +15,10 @@ from rich.console import Console
 from torch import Tensor
 
 from data.answers import read_answers
+from data.forward import Forward
 from data.identity import read_meta, template_hash, tokenizer_hash
 from data.store import Store
-from data.target import fingerprint, frozen
+from data.target import fingerprint, frozen, spec
 
 CLOSE = 0.1  # relative error to transformers' float32 states; a bfloat16 engine's stay below 0.02, taps stored as fp8 below 0.03
 OFF_POLICY = 0.3  # nats per token by which a text may surprise the target more than its own samples would
@@ -41,19 +42,9 @@ class Reference:
     once for all stores."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.folder, self.lm_head_VD = folder, frozen(folder, torch.float32, "cpu").lm_head_VD
-        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
-        self._before_norm: list[Tensor] = []
-        self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0][0]))
-
-    @torch.no_grad()
-    def states(self, token_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual streams [T, layers + 1, D], last [T, D])."""
-        self._before_norm.clear()
-        found = self.model.model(token_ids_T[None], output_hidden_states=True, use_cache=False)
-        return torch.stack([*(x[0] for x in found.hidden_states[:-1]), self._before_norm[0]], 1), found.last_hidden_state[0]
+        # (residual streams [T, layers + 1, D], last [T, D]) of token ids [T]
+        self.states = Forward(folder, range(spec(folder).num_layers + 1), torch.float32, "cpu").states
 
 
 def identity_faults(manifest: dict[str, Any], target_dir: Path) -> list[Fault]:
