@@ -1,4 +1,4 @@
-"""From a store to packed batches. The sampler keeps no state: a step's batches follow from (seed, step, rank, world) alone.
+"""From sequences and their states to packed batches. The sampler keeps no state: a step's batches follow from (seed, step, rank, world) alone.
 
 Each epoch shuffles the sequences, sorts them by length within windows (like lengths end up in one micro-batch), packs them to
 the token budget and shuffles the micro-batches. Epochs follow each other without a gap, so that the tail of one shares a step
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from data.errors import UserError
-from data.store import Store
+from data.sequences import Sequences
 from heads.base import Batch
 
 WINDOW = 1024  # sequences sorted by length together: long enough to find like lengths, short enough to mix an epoch
@@ -72,7 +72,7 @@ class Batches:
     """
 
     def __init__(  # noqa: PLR0913
-        self, store: Store, taps: tuple[int, ...], micro_tokens: int, seed: int, rank: int, world: int, max_length: int, share: int = 1
+        self, store: Sequences, taps: tuple[int, ...], micro_tokens: int, seed: int, rank: int, world: int, max_length: int, share: int = 1
     ) -> None:
         assert 0 <= rank < world and world % share == 0 and micro_tokens > 0 and max_length > 0
         self.group, self.groups, self.place, self.share = rank // share, world // share, rank % share, share

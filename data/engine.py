@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.answers import collect, mask_of, read_answers, spans_of
+from data.answers import collect, cut_answers, mask_of, read_answers
 from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
 from data.manifest import check_disk, check_same_capture, check_same_sequences, plan_bytes, read_manifest
@@ -93,10 +93,7 @@ def capture(  # noqa: PLR0913
     target = spec(target_dir)
     answers, _ = read_answers(responses)
     whole = {a["id"]: a["prompt_ids"] + a["response_ids"] for a in answers}
-    spans = {a["id"]: spans_of(a, max_length) for a in answers}
-    kept = [{"id": name, "token_ids": ids[:max_length], "spans": spans[name]} for name, ids in whole.items() if spans[name]]
-    if not kept:
-        raise UserError(f"{responses}: no answer with a token within data.max_length={max_length}: raise it, or sample again")
+    kept = cut_answers(answers, max_length, responses)
     counts = {"sequences": len(kept), "cut": sum(len(whole[s["id"]]) > max_length for s in kept), "left_out": len(whole) - len(kept)}
     tokens = sum(len(s["token_ids"]) for s in kept)
     supervised = sum(b - a for s in kept for a, b in s["spans"])

@@ -29,7 +29,9 @@ class Forward:
         self, folder: Path, taps: Sequence[int], dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool = False
     ) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         settings: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": trust_remote_code}
         try:
             model = AutoModelForCausalLM.from_pretrained(str(folder), **settings).to(device)

@@ -15,6 +15,7 @@ from data.target import spec_from_config
 from heads.base import Batch, Frozen
 from train import plan
 from train.config import load
+from train.plan_table import show
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_a_store_that_was_not_finished_is_missing(cfg, tmp_path):
 
 def test_a_store_over_its_cap_is_said_in_the_table(cfg, capsys):
     cfg.data.max_store_gb = 0.001
-    plan.show(planned(cfg, world=2))
+    show(planned(cfg, world=2))
     shown = capsys.readouterr().out
     assert "over data.max_store_gb=0.001" in shown and "on 2 GPUs" in shown and "optimizer moments" in shown
 

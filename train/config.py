@@ -65,6 +65,7 @@ class DataConfig:
     server: str | None = None  # that serves the target elsewhere, as http://host:8000/v1; its key: OPENAI_API_KEY
     responses: str = "???"  # folder with the target's answers: train.jsonl, heldout.jsonl
     store: str = "???"  # folder with the hidden states: train/, heldout/
+    states: str = "store"  # or online: each training rank runs the target for its own batches, and nothing is stored; for small targets
     max_length: int = 4096  # tokens of prompt + response; longer ones are cut and counted
     cut_loops: bool = False  # cut an answer where an n-gram of `loop_ngram` tokens returns
     loop_ngram: int = 8
