@@ -6,6 +6,7 @@ Shape suffixes: T tokens of one sequence, L taps, D hidden, V vocab.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,10 @@ def check_store(folder: Path, reference: Reference, answers_path: Path, count: i
     return faults + found, figures, holds
 
 
-def check_splits(store: Path, responses: Path, target_dir: Path, count: int) -> list[Fault]:
-    """check_store of the train and held-out parts, with what it found printed."""
+def check_splits(store: Path, responses: Path, target_dir: Path, count: int, splits: Sequence[str]) -> list[Fault]:
+    """check_store of these parts, with what it found printed."""
     console, reference, faults = Console(highlight=False), Reference(target_dir), []
-    for split in ("train", "heldout"):
+    for split in splits:
         found, figures, holds = check_store(store / split, reference, responses / f"{split}.jsonl", count)
         console.print(f"{split}: {holds}")
         console.print("  against transformers: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))

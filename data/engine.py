@@ -114,18 +114,27 @@ def capture(  # noqa: PLR0913
     left = sum(len(s["token_ids"]) for s in todo)
     if len(todo) < len(kept):
         print(f"capture: goes on with {len(todo)} sequences, {left} tokens", flush=True)
-    layer_ids = sorted({*taps, *([target.num_layers] if last != "none" else [])})
-    if not layer_ids:
+    if not taps and last == "none":
         return {**counts, "tokens": tokens, **_store_tokens(writer, todo)}
+    plan = {"store_dir": str(store_dir.absolute()), "manifest": manifest, "taps": list(taps), "last": last, "shard_tokens": shard_tokens}
+    seconds = prefill(target_dir, target_cfg, todo, plan, in_flight)
+    return {**counts, "tokens": tokens, "seconds": seconds, "tokens_per_second": left / seconds}
+
+
+def prefill(target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any]], plan: dict[str, Any], in_flight: int) -> float:
+    """Runs {id, token_ids, spans} through the target, whose states the connector stores. plan: its settings, but for what the target
+    says. Returns seconds."""
+    target = spec(target_dir)
+    layer_ids = sorted({*plan["taps"], *([target.num_layers] if plan["last"] != "none" else [])})
     longest = max(len(s["token_ids"]) for s in todo) + 1  # the engine generates one token, which nobody reads
     sizes = {"max_model_len": longest, "seqs": min(in_flight, len(todo))}
     llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, **sizes, compiled=False) | captured_as(target)
-    plan = {"store_dir": str(store_dir.absolute()), "manifest": manifest, "layer_ids": layer_ids, "taps": list(taps), "last": last}
-    plan |= {"shard_tokens": shard_tokens, "target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
+    connector = {"window": None, **plan, "layer_ids": layer_ids}
+    connector |= {"target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
     running = 2 * llm["max_num_batched_tokens"] + longest  # this step's tokens, those of the step before, one sequence in part
     cache = cache_plan(target, llm, tokens=running, layers=target.num_layers, hidden_states=len(layer_ids))
-    ran = run_child({"task": "capture", "llm": llm, "states": True, "connector": plan, **cache}, todo, "capture", left, "tokens")
-    return {**counts, "tokens": tokens, "seconds": ran["seconds"], "tokens_per_second": left / ran["seconds"]}
+    job = {"task": "capture", "llm": llm, "states": True, "connector": connector, **cache}
+    return run_child(job, todo, "capture", sum(len(s["token_ids"]) for s in todo), "tokens")["seconds"]
 
 
 def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> dict[str, float]:

@@ -13,7 +13,8 @@ from safetensors import safe_open
 
 from data.check import Fault, check_splits, show_faults
 from data.errors import UserError
-from data.sequences import Answers, Sequences
+from data.online import Answers
+from data.sequences import Sequences
 from data.store import Store
 from data.vocab import count_supervised, coverage
 from eval.advice import find
@@ -107,7 +108,7 @@ def diagnose(cfg: RunConfig, head: DraftHead, target_dir: Path, count: int) -> t
     if cfg.data.states == "online":  # transformers' own states: there is nothing to hold them against
         heldout = Answers(Path(cfg.data.responses) / "heldout.jsonl", cfg.data.max_length, None, "none", {})
     else:
-        faults += check_splits(Path(cfg.data.store), Path(cfg.data.responses), target_dir, count)
+        faults += check_splits(Path(cfg.data.store), Path(cfg.data.responses), target_dir, count, cfg.data.whole_splits)
         heldout = Store(Path(cfg.data.store) / "heldout")
     faults += vocabulary_faults(head, heldout)
     folder = run_dir / "export" / "vllm"

@@ -12,7 +12,7 @@ import torch
 from data.lock import alone
 from data.target import resolve, spec, spec_from_config
 from heads import build
-from train import dist, plan, plan_table, setup
+from train import dist, inputs, plan, plan_table, setup
 from train.config import RunConfig, main
 from train.engine import Engine
 from train.loop import fit
@@ -23,7 +23,7 @@ def run(cfg: RunConfig) -> None:
         plan_table.show(plan.plan(cfg, spec_from_config(cfg.target), dist.world()))
     if cfg.dry_run:
         return
-    plan.require_inputs(cfg)
+    inputs.require_inputs(cfg)
     dist.start(cfg.train.threads)
     target_dir = dist.rank0_first(lambda: resolve(cfg.target, ROOT))
     torch.manual_seed(cfg.train.seed)

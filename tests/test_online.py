@@ -18,11 +18,11 @@ from data.batch import Batches
 from data.builtin import build_tiny
 from data.forward import Forward
 from data.identity import identity, unfinished
-from data.sequences import Answers
+from data.online import Answers
 from data.store import Store, StoreWriter
 from data.target import spec, spec_from_config
 from heads import build
-from train import checkpoint, dist, plan, setup
+from train import checkpoint, dist, inputs, plan, setup
 from train.config import RunConfig, load
 from train.engine import Engine
 from train.loop import fit
@@ -62,7 +62,7 @@ def write_store(cfg: RunConfig, target: Path, last: str, taps: tuple[int, ...]) 
     """What a capture of the same answers leaves, in their order."""
     forward, maker = Forward(target, taps, torch.float32, "cpu"), identity(target, cfg.target)
     about = {"taps": list(taps), "hidden_size": 64, "last": last, "dtype": "float32", "engine": {"name": "t", "version": "0"}}
-    for split in plan.SPLITS:
+    for split in inputs.SPLITS:
         answers = Answers(Path(cfg.data.responses) / f"{split}.jsonl", cfg.data.max_length, None, "none", maker)
         with StoreWriter(Path(cfg.data.store) / split, {**maker, **about}, shard_tokens=100) as writer:
             for i, name in enumerate(answers.ids):
@@ -173,16 +173,16 @@ def test_what_is_missing_wrong_or_unfinished_is_named(target, made, tmp_path):
     for path in made.glob("*.json*"):
         (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
     cfg.data.responses = str(tmp_path / "copy")
-    plan.require_inputs(cfg)
+    inputs.require_inputs(cfg)
     unfinished(tmp_path / "copy" / "train.jsonl").touch()
     refused(lambda: setup.open_states(cfg, head, target), "train.jsonl", "launch/respond.py")
     unfinished(tmp_path / "copy" / "train.jsonl").unlink()
     cfg.target.dtype = "bfloat16"  # other states than the answers' target would have
     refused(lambda: setup.open_states(cfg, head, target), "another target", "dtype")
     (tmp_path / "copy" / "heldout.jsonl").unlink()
-    refused(lambda: plan.require_inputs(cfg), "heldout.jsonl (answers)", "launch/respond.py")
+    refused(lambda: inputs.require_inputs(cfg), "heldout.jsonl (answers)", "launch/respond.py")
     with pytest.raises(Exception, match=r"^((?!capture\.py).)*$"):
-        plan.require_inputs(cfg)
+        inputs.require_inputs(cfg)
     refused(lambda: load(["conf=tiny_mtp", "data.states=disk"]), "data.states=disk", "store, online")
 
 

@@ -58,6 +58,9 @@ def check(run: RunConfig, root: Path) -> None:
     for key in "data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed".split():
         need(key, lambda v: 0 <= v < math.inf, "0 or more")
     need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
+    most = run.data.max_store_gb if run.data.states == "store" else 0
+    allowed = f"null or a number of gigabytes up to data.max_store_gb={most:g}" if most else "null with data.states=online"
+    need("data.window_gb", lambda v: v is None or 0 < v <= most, allowed)
     need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")
     longest = run.target.spec.get("max_positions", math.inf)
     need("target.max_model_len", lambda v: v <= longest, f"at most {longest}, the positions that the target knows (target.spec)")

@@ -5,10 +5,6 @@ Needs no GPU, no weights and no network: the head is built on the `meta` device 
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +16,14 @@ from data.errors import UserError
 from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
 from data.selfprompt import split_sources
+from data.window import Sizes
 from heads.base import DraftHead, TargetSpec
 from heads.block import BlockHead
 from heads.chain import ChainHead
 from heads.layers import Attention
 from train.config import ROOT, RunConfig
+from train.inputs import SPLITS, closed_manifest, missing_inputs
 
-SPLITS = ("train", "heldout")
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 PEAK, REACHED = 989e12, 0.4  # bf16 FLOP/s of one H100 SXM, and the share of it that hours are reckoned with
 
@@ -54,6 +51,7 @@ class Plan:
     tokens: Tokens | None
     store_bytes: int | None
     max_store_gb: float
+    window_gb: float | None
     states: str
     states_dtype: str
     steps: int
@@ -71,6 +69,8 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
     head = build_on_meta(cfg, spec)
     counts = {split: count_tokens(cfg, split) for split in SPLITS}
     sizes = [store_size(cfg, head, spec, tokens) for tokens in counts.values()]
+    if (window := window_sizes(cfg, head, world)) and sizes[0] is not None:
+        sizes[0] = min(sizes[0], int(window.window))
     beside = target_flops(spec, cfg.data.max_length) * cfg.train.sequence_parallel if runs_target(cfg, head) else 0
     per_step = cfg.train.micro_tokens * cfg.train.accum * world // cfg.train.sequence_parallel
     trained = sum(p.numel() for p in head.parameters())
@@ -85,6 +85,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         tokens=counts["train"],
         store_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
         max_store_gb=cfg.data.max_store_gb,
+        window_gb=cfg.data.window_gb,
         states=cfg.data.states,
         states_dtype=cfg.data.states_dtype,
         steps=cfg.train.steps,
@@ -198,7 +199,7 @@ def target_flops(spec: TargetSpec, length: int) -> float:
 
 def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
     """From the store where it is finished and read, else from the answers there are so far, else the most that the conf allows."""
-    manifest = _closed_manifest(cfg, split) if cfg.data.states == "store" else None
+    manifest = closed_manifest(cfg, split) if split in cfg.data.whole_splits else None
     if manifest is not None:
         return Tokens(manifest["tokens"], manifest["supervised_tokens"], "store")
     prompts = count_prompts(cfg, split)
@@ -227,46 +228,31 @@ def count_prompts(cfg: RunConfig, split: str) -> int | None:
     return len(select(read_prompts(given, None, ROOT, cfg.data.prompt_chars), split, None)) + (written if split == "train" else 0)
 
 
+def window_sizes(cfg: RunConfig, head: DraftHead, world: int | None = None) -> Sizes | None:
+    """Of the window for the training; None where there is none. UserError: the head reads no states, or (where the ranks are known) the
+    states between two checkpoints, of which none may be deleted before the second, have no room in it."""
+    gb, data, train = cfg.data.window_gb, cfg.data, cfg.train
+    if gb is None:
+        return None
+    if not head.taps and head.needs_last == "none":
+        raise UserError(f"data.window_gb={gb:g}: this head reads no states, so there is nothing to bound; set it to null")
+    token = plan_bytes(1, 1, len(set(head.taps)), head.target.hidden_size, head.needs_last, data.states_dtype)
+    sizes = Sizes.of(gb, token, data.max_length)
+    step = token * max(train.micro_tokens, data.max_length) * train.accum * ((world or 1) // train.sequence_parallel)
+    if world and step * min(train.save_every, train.steps) > sizes.usable:
+        fitting = int(sizes.usable // step)
+        least = gb + (step * min(train.save_every, train.steps) - sizes.usable) / 1e9
+        or_save = f"train.save_every={fitting} or less, or " if fitting >= 1 else ""
+        raise UserError(
+            f"data.window_gb={gb:g}: up to {step * train.save_every / 1e9:.3g} GB of states lie between two checkpoints, and it has room "
+            f"for {max(sizes.usable, 0) / 1e9:.3g}: set {or_save}data.window_gb={least * 1.3:.3g}"
+        )
+    return sizes
+
+
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
     if cfg.data.states == "online":
         return 0
     if tokens is None:
         return None
     return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, cfg.data.states_dtype)
-
-
-def _closed_manifest(cfg: RunConfig, split: str) -> dict | None:
-    """The manifest of a finished store, else None; what is wrong with a broken one is for the stage that opens it to say."""
-    path = Path(cfg.data.store) / split / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get("closed") and "tokens" in manifest else None
-
-
-def missing_inputs(cfg: RunConfig) -> list[str]:
-    if cfg.data.states == "online":
-        return [f"{path} (answers)" for path in _answers(cfg) if not path.is_file()]
-    return [f"{cfg.data.store}/{split} (hidden states)" for split in SPLITS if _closed_manifest(cfg, split) is None]
-
-
-def next_commands(cfg: RunConfig) -> list[str]:
-    """The commands that make what is missing, in order, with the overrides of this command line, for the present directory."""
-    stages = ["capture"] if cfg.data.states == "store" else []
-    if not all(path.is_file() for path in _answers(cfg)):
-        stages.insert(0, "respond")
-    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith(("dry_run=", "gpus="))]
-    words = given if any(word.startswith("conf=") for word in given) else [f"conf={cfg.name}"]
-    return [shlex.join(["python", os.path.relpath(ROOT / "launch" / f"{stage}.py"), *words]) for stage in stages]
-
-
-def _answers(cfg: RunConfig) -> list[Path]:
-    return [Path(cfg.data.responses) / f"{split}.jsonl" for split in SPLITS]
-
-
-def require_inputs(cfg: RunConfig) -> None:
-    """Refuses to train without the hidden states, or what they are worked out from, naming the commands that make them."""
-    missing = missing_inputs(cfg)
-    if missing:
-        raise UserError(f"missing: {', '.join(missing)}. Make it with: {' && '.join(next_commands(cfg))}")

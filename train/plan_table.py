@@ -45,9 +45,10 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
         return [("tokens", "unknown", "set data.limit and data.heldout_limit to bound them")]
     how = {"store": "counted in the store", "answers": "from the answers there are", "bound": "at most: every answer at its limit"}
     fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
+    window = "" if found.window_gb is None else f", a window of data.window_gb={found.window_gb:g}, captured anew each epoch"
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{fits}")
+        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{window}{fits}")
         if found.states == "store"
         else ("store on disk", "none", f"data.states={found.states}: each rank runs the target beside the training"),
     ]

@@ -10,12 +10,14 @@ from data.batch import Batches
 from data.errors import UserError
 from data.forward import Forward
 from data.identity import check_responses, identity, template_hash, tokenizer_hash
-from data.sequences import Answers, Sequences
+from data.online import Answers
+from data.sequences import Sequences
 from data.store import Store, check_compatible
 from data.target import fingerprint, frozen, tensors
 from data.vocab import count_supervised, coverage, draft_vocab
+from data.window import Window
 from heads.base import DraftHead
-from train import checkpoint, dist, plan
+from train import checkpoint, dist, inputs, plan
 from train.config import RunConfig
 
 
@@ -37,12 +39,19 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
 def open_states(cfg: RunConfig, head: DraftHead, target_dir: Path) -> list[Sequences]:
     """The training and the held-out sequences with their states, from where data.states says. UserError: as open_store, or no answers of
     this target, or no room for it beside the training."""
-    if cfg.data.states == "store":
-        return [open_store(cfg, head, target_dir, split) for split in plan.SPLITS]
+    if "train" in cfg.data.whole_splits:
+        return [open_store(cfg, head, target_dir, split) for split in inputs.SPLITS]
+    train = cfg.train
     maker, forward = identity(target_dir, cfg.target), None
-    paths = [Path(cfg.data.responses) / f"{split}.jsonl" for split in plan.SPLITS]
+    paths = [Path(cfg.data.responses) / f"{split}.jsonl" for split in inputs.SPLITS]
     for path in paths:
         check_responses(path, maker)
+    if cfg.data.window_gb is not None:
+        plan.window_sizes(cfg, head, dist.world())
+        place = {"folder": Path(cfg.data.store) / "train", "order": (train.seed, train.micro_tokens)}
+        reads = {"taps": head.taps, "last": head.needs_last, "say": say, "leader": dist.rank() == 0}
+        window = Window(paths[0], cfg.data.max_length, maker, **place, **reads)
+        return [window, open_store(cfg, head, target_dir, "heldout")]
     if plan.runs_target(cfg, head):
         say(f"data.states=online: {target_dir} in {cfg.target.dtype} on each rank; no states are stored")
         taps = tuple(sorted(set(head.taps)))
