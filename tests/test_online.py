@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +10,20 @@ from typing import Any
 import pytest
 import torch
 from conftest import refused
+from live import LONGEST, config, make_answers, train, write_store
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.batch import Batches
 from data.builtin import build_tiny
 from data.forward import Forward
-from data.identity import identity, unfinished
+from data.identity import unfinished
 from data.online import Answers
-from data.store import Store, StoreWriter
+from data.store import Store
 from data.target import spec, spec_from_config
 from heads import build
 from train import checkpoint, dist, inputs, plan, setup
-from train.config import RunConfig, load
-from train.engine import Engine
-from train.loop import fit
-
-LONGEST = 40
+from train.config import load
 
 
 @pytest.fixture(scope="module")
@@ -37,58 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with answers of the target's maker: one that is cut, and one without a supervised token within the limit."""
-    folder = tmp_path_factory.mktemp("made")
-    maker = identity(target, load(["conf=tiny_eagle3", f"target.model={target}"]).target)
-    generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 14), ("heldout", 4)):
-        lengths = [(3 + i % 5, 8 + (7 * i) % 20) for i in range(count)] + [(10, 60), (45, 5)]
-        with (folder / f"{split}.jsonl").open("w") as f:
-            for i, (prompt, response) in enumerate(lengths):
-                ids = torch.randint(3, 500, (prompt + response,), generator=generator).tolist()
-                answer = {"id": f"{split}{i}#0", "prompt_ids": ids[:prompt], "response_ids": ids[prompt:], "finish_reason": "stop"}
-                f.write(json.dumps(answer) + "\n")
-        (folder / f"{split}.meta.json").write_text(json.dumps(maker))
-    return folder
-
-
-def config(target: Path, made: Path, run_dir: Path, *words: str, conf: str = "tiny_eagle3") -> RunConfig:
-    steps = "train.steps=6 train.micro_tokens=60 train.save_every=3 train.val_every=6 train.log_every=1 train.threads=1".split()
-    places = [f"target.model={target}", "target.spec={}", f"data.responses={made}", f"data.store={made}/store-{conf}", f"run_dir={run_dir}"]
-    return load([f"conf={conf}", f"data.max_length={LONGEST}", *places, *steps, *words])
-
-
-def write_store(cfg: RunConfig, target: Path, last: str, taps: tuple[int, ...]) -> None:
-    """What a capture of the same answers leaves, in their order."""
-    forward, maker = Forward(target, taps, torch.float32, "cpu"), identity(target, cfg.target)
-    about = {"taps": list(taps), "hidden_size": 64, "last": last, "dtype": "float32", "engine": {"name": "t", "version": "0"}}
-    for split in inputs.SPLITS:
-        answers = Answers(Path(cfg.data.responses) / f"{split}.jsonl", cfg.data.max_length, None, "none", maker)
-        with StoreWriter(Path(cfg.data.store) / split, {**maker, **about}, shard_tokens=100) as writer:
-            for i, name in enumerate(answers.ids):
-                ids_T, mask_T = answers.tokens(i)
-                taps_TLD, last_TD = forward.states(ids_T)
-                writer.add(name, ids_T, mask_T, taps_TLD if taps else None, last_TD if last != "none" else None)
-
-
-def train(cfg: RunConfig, target: Path, stop_before: int | None = None) -> dict[str, torch.Tensor]:
-    """launch/train.py in this process. Returns the head."""
-    dist.start(1)
-    torch.manual_seed(cfg.train.seed)
-    head = build(cfg.head, spec(target))
-    store, heldout = setup.open_states(cfg, head, target)
-    setup.equip(cfg, head, target, store)
-    batches = setup.open_batches(cfg, head, store)
-    whole = batches.step
-
-    def step(i: int, accum: int) -> list[Any]:
-        if i == stop_before:
-            raise RuntimeError("the machine went away")
-        return whole(i, accum)
-
-    batches.step = step
-    fit(cfg, Engine(head, cfg), batches, setup.open_batches(cfg, head, heldout))
-    return checkpoint.load_head(Path(cfg.run_dir) / f"step-{cfg.train.steps:06d}")
+    return make_answers(target, tmp_path_factory.mktemp("made"))
 
 
 @pytest.mark.parametrize(("last", "taps"), [("supervised", (0, 1, 2)), ("all", ()), ("none", (2, 0))])
@@ -155,7 +100,7 @@ def test_two_ranks_give_the_head_of_one(target, made, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(
         f"import sys\nsys.path[:0] = [{str(plan.ROOT)!r}, {str(plan.ROOT / 'tests')!r}]\n"
-        "from pathlib import Path\nimport test_online as t\n"
+        "from pathlib import Path\nimport live as t\n"
         f"target, made, run = map(Path, {[str(target), str(made), str(tmp_path / 'two')]!r})\n"
         "t.train(t.config(target, made, run, 'data.states=online'), target)\nt.dist.stop()\n"
     )
