@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from data.batch import Batches
 from data.engine import capture, engine_identity, prefill
 from data.identity import check_responses, identity
 from data.lock import alone
-from data.manifest import check_free
+from data.manifest import check_free, free_bytes
 from data.online import Answers
 from data.window import TRAIN, Sizes, Waiting, WindowWriter, order_of, read_id, read_progress
 
@@ -65,8 +64,7 @@ def capture_window(  # noqa: PLR0913
     """
     batches = Batches(answers, (), micro_tokens, seed, 0, 1, max_length)
     manifest = {**manifest, "window": order_of(answers, seed, micro_tokens, max_length)}
-    have = sum(path.stat().st_size for path in store_dir.glob("shard-*.safetensors"))
-    free = shutil.disk_usage(next(path for path in (store_dir.absolute(), *store_dir.absolute().parents) if path.exists())).free
+    have, free = sum(path.stat().st_size for path in store_dir.glob("shard-*.safetensors")), free_bytes(store_dir)
     print(f"capture: a window of {sizes.window / 1e9:,.2f} GB, {sizes.token:,} bytes a token at most -> {store_dir}", flush=True)
     whole = float(answers.lengths.sum()) * sizes.token
     print(f"capture: each epoch {whole / 1e9:,.2f} GB, captured anew; {free / 1e9:,.2f} GB of the disk are free", flush=True)

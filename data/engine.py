@@ -15,7 +15,7 @@ import torch
 from data.answers import collect, cut_answers, mask_of, read_answers
 from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
-from data.manifest import check_disk, check_same_capture, check_same_sequences, plan_bytes, read_manifest
+from data.manifest import check_disk, check_same_capture, check_same_sequences, free_bytes, plan_bytes, read_manifest
 from data.store import StoreWriter
 from data.target import spec
 
@@ -99,7 +99,11 @@ def capture(  # noqa: PLR0913
     supervised = sum(b - a for s in kept for a, b in s["spans"])
     need = plan_bytes(tokens, supervised, len(taps), target.hidden_size, last, manifest["dtype"])
     print(f"capture: {len(kept)} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
-    print(f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={manifest['dtype']})", flush=True)
+    free = free_bytes(store_dir) / 1e9
+    print(
+        f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={manifest['dtype']}), {free:,.2f} GB of the disk are free",
+        flush=True,
+    )
     print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
     check_disk(store_dir, need, cap_gb)
     if (store_dir / "manifest.json").exists():

@@ -34,7 +34,8 @@ class Forward:
         logging.disable_progress_bar()
         settings: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": trust_remote_code}
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(folder), **settings).to(device)
+            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), **settings)
+            model.to(device)
         except torch.OutOfMemoryError as error:
             raise UserError(f"target {folder}: no room for it on {device}, beside what is there already") from error
         except (ValueError, ImportError) as error:  # an architecture it does not know, code that it would have to trust, a lacking package

@@ -158,6 +158,8 @@ def test_the_plan_counts_the_target(target, made, tmp_path):
         held = sum(f.get_tensor(name).numel() for name in f.keys())  # noqa: SIM118
     assert plan.target_parameters(dims) == held and online.memory["target"] >= 4 * held
     assert online.store_bytes == 0 and stored.store_bytes and online.missing == []
+    total = sum(plan.count_tokens(cfg, split).total for split in inputs.SPLITS)
+    assert online.capture_flops == 0 and stored.capture_flops == plan.target_flops(dims, LONGEST) * total
     forward, ids = Forward(target, (), torch.float32, "cpu"), torch.arange(32)
     with FlopCounterMode(display=False) as counter:
         forward.states(ids)

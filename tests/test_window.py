@@ -86,7 +86,7 @@ def beside(call: Callable[[], None]) -> Callable[[], None]:
     return end
 
 
-def until(ok: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(ok: Callable[[], bool], seconds: float = 900.0) -> None:
     deadline = time.monotonic() + seconds
     while not ok():
         assert time.monotonic() < deadline, "it did not come about"
@@ -137,12 +137,14 @@ def test_both_sides_killed_again_and_again_give_the_same_head(target, made, whol
         return int(latest.read_text().strip()[-6:]) if latest.exists() else 0
 
     moments_of = {
-        "capture": [lambda: len(shards()) >= 2, lambda: step() >= 6, lambda: bool(shards()) and last_micro(shards()[-1]["ids"]) >= 14],
-        "train": [lambda: bool(shards()), lambda: step() >= 3, lambda: step() >= 9],
+        "capture": [lambda: len(shards()) >= 2, lambda: bool(shards()) and last_micro(shards()[-1]["ids"]) >= 12],
+        "train": [lambda: bool(shards()), lambda: step() >= 6],
     }
-    running = {what: start(what) for what in moments_of}
+    running = {"capture": start("capture")}
     try:
-        for i in range(3):
+        until(lambda: inputs.missing_inputs(config(*(Path(word) for word in words[:3]), *words[3:])) == [])
+        running["train"] = start("train")
+        for i in range(2):
             for what in ("train", "capture"):
                 until(moments_of[what][i])
                 time.sleep(0.3 * moments.random())
@@ -150,13 +152,28 @@ def test_both_sides_killed_again_and_again_give_the_same_head(target, made, whol
                 running[what].kill()
                 running[what].wait()
                 running[what] = start(what)
-        assert {what: process.wait(timeout=200) for what, process in running.items()} == {"capture": 0, "train": 0}
+        assert {what: process.wait(timeout=900) for what, process in running.items()} == {"capture": 0, "train": 0}
     finally:
         for process in running.values():
             process.kill()
     head = checkpoint.load_head(tmp_path / "run" / "step-000018")
     assert all(torch.equal(head[key], whole[key]) for key in whole)
     assert not list(store.glob("shard-*"))
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_window(target, made, tmp_path):
+    words = ["train.steps=9", f"data.store={tmp_path}/store", "data.window_gb=0.0008"]
+    one = train(config(target, made, tmp_path / "one", "train.steps=9", "train.accum=2", "data.states=online"), target)
+    end = beside(lambda: capture(config(target, made, tmp_path / "run", *words), target))
+    until(lambda: (tmp_path / "store" / "heldout" / "manifest.json").exists())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [str(ROOT / "tests" / "live.py"), "train", str(target), str(made), str(tmp_path / "run"), *words]
+    done = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    end()
+    two = checkpoint.load_head(tmp_path / "run" / "step-000009")
+    assert all(torch.allclose(one[key], two[key], rtol=1e-4, atol=1e-5) for key in one)
 
 
 def reader(cfg: RunConfig, target: Path, said: list[str], leader: bool = True) -> Window:

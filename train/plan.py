@@ -57,11 +57,13 @@ class Plan:
     steps: int
     tokens_per_step: int
     flops: float
+    capture_flops: float  # of what is captured in all; 0 where no states are stored
     missing: list[str]  # inputs of the training that are not there
 
-    @property
-    def hours(self) -> float:
-        return self.flops / (self.world * PEAK * REACHED) / 3600
+
+def hours(flops: float, gpus: int) -> float:
+    """On so many H100s, at the share of their peak that is reckoned with."""
+    return flops / (gpus * PEAK * REACHED) / 3600
 
 
 def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
@@ -74,6 +76,11 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
     beside = target_flops(spec, cfg.data.max_length) * cfg.train.sequence_parallel if runs_target(cfg, head) else 0
     per_step = cfg.train.micro_tokens * cfg.train.accum * world // cfg.train.sequence_parallel
     trained = sum(p.numel() for p in head.parameters())
+    captured = 0
+    if cfg.data.states == "store" and reads_states(head):
+        captured = sum(tokens.total for tokens in counts.values() if tokens)
+        if window and counts["train"]:  # anew for each epoch
+            captured += cfg.train.steps * per_step - counts["train"].total
     return Plan(
         name=cfg.name,
         head=str(cfg.head["_target_"]).removeprefix("heads."),
@@ -91,6 +98,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         steps=cfg.train.steps,
         tokens_per_step=per_step,
         flops=cfg.train.steps * per_step * (flops_per_token(head, spec, cfg.data.max_length, cfg.train.micro_tokens) + beside),
+        capture_flops=target_flops(spec, cfg.data.max_length) * captured,
         missing=missing_inputs(cfg),
     )
 
@@ -179,7 +187,11 @@ def flops_per_token(head: DraftHead, spec: TargetSpec, length: int, tokens: int)
 
 def runs_target(cfg: RunConfig, head: DraftHead) -> bool:
     """Whether the training ranks run the target."""
-    return cfg.data.states == "online" and (bool(head.taps) or head.needs_last != "none")
+    return cfg.data.states == "online" and reads_states(head)
+
+
+def reads_states(head: DraftHead) -> bool:
+    return bool(head.taps) or head.needs_last != "none"
 
 
 def target_parameters(spec: TargetSpec) -> int:
@@ -234,11 +246,11 @@ def window_sizes(cfg: RunConfig, head: DraftHead, world: int | None = None) -> S
     gb, data, train = cfg.data.window_gb, cfg.data, cfg.train
     if gb is None:
         return None
-    if not head.taps and head.needs_last == "none":
+    if not reads_states(head):
         raise UserError(f"data.window_gb={gb:g}: this head reads no states, so there is nothing to bound; set it to null")
     token = plan_bytes(1, 1, len(set(head.taps)), head.target.hidden_size, head.needs_last, data.states_dtype)
     sizes = Sizes.of(gb, token, data.max_length)
-    step = token * max(train.micro_tokens, data.max_length) * train.accum * ((world or 1) // train.sequence_parallel)
+    step = token * max(train.micro_tokens, data.max_length) * train.accum * max(1, (world or 1) // train.sequence_parallel)
     if world and step * min(train.save_every, train.steps) > sizes.usable:
         fitting = int(sizes.usable // step)
         least = gb + (step * min(train.save_every, train.steps) - sizes.usable) / 1e9

@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from train.plan import REACHED, Plan
+from train.plan import REACHED, Plan, hours
 
 
 def show(found: Plan) -> None:
@@ -32,7 +32,7 @@ def render(found: Plan) -> Table:
         (
             "compute",
             f"{found.flops:.2g} FLOP",
-            f"{time_text(found.hours)} on {found.world} x H100 at {REACHED:.0%} of peak, loading not counted",
+            f"{time_text(hours(found.flops, found.world))} on {found.world} x H100 at {REACHED:.0%} of peak, loading not counted",
         ),
     ]
     for row in rows + table_end:
@@ -46,11 +46,17 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
     how = {"store": "counted in the store", "answers": "from the answers there are", "bound": "at most: every answer at its limit"}
     fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
     window = "" if found.window_gb is None else f", a window of data.window_gb={found.window_gb:g}, captured anew each epoch"
+    capture = (
+        "capture",
+        f"{found.capture_flops:.2g} FLOP",
+        f"{time_text(hours(found.capture_flops, 1))} on one H100 at {REACHED:.0%} of peak",
+    )
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
         ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{window}{fits}")
         if found.states == "store"
         else ("store on disk", "none", f"data.states={found.states}: each rank runs the target beside the training"),
+        *([capture] if found.capture_flops else []),
     ]
 
 
