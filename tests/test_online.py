@@ -153,12 +153,13 @@ def test_a_target_that_does_not_load_is_refused(target, tmp_path, monkeypatch):
 def test_the_plan_counts_the_target(target, made, tmp_path):
     cfg = config(target, made, tmp_path / "run", "data.states=online")
     dims = spec(target)
-    online, stored = plan.plan(cfg, dims, 2), plan.plan(config(target, made, tmp_path / "run"), dims, 2)
+    whole = config(target, made, tmp_path / "run", f"data.store={tmp_path}/store")
+    online, stored = plan.plan(cfg, dims, 2), plan.plan(whole, dims, 2)
     with safe_open(target / "model.safetensors", "pt") as f:
         held = sum(f.get_tensor(name).numel() for name in f.keys())  # noqa: SIM118
     assert plan.target_parameters(dims) == held and online.memory["target"] >= 4 * held
     assert online.store_bytes == 0 and stored.store_bytes and online.missing == []
-    total = sum(plan.count_tokens(cfg, split).total for split in inputs.SPLITS)
+    total = sum(plan.count_tokens(whole, split).total for split in inputs.SPLITS)
     assert online.capture_flops == 0 and stored.capture_flops == plan.target_flops(dims, LONGEST) * total
     forward, ids = Forward(target, (), torch.float32, "cpu"), torch.arange(32)
     with FlopCounterMode(display=False) as counter:

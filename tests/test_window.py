@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import data.capture
 import data.engine
 from data.batch import Batches
 from data.builtin import build_tiny
+from data.engine_job import TORCHRUN
 from data.identity import identity
 from data.lock import held, hold
 from data.online import Answers
@@ -124,10 +126,12 @@ def test_both_sides_killed_again_and_again_give_the_same_head(target, made, whol
     """SIGKILL, a little after a state of the disk that is the same each time."""
     words = [str(target), str(made), str(tmp_path / "run"), f"data.store={tmp_path}/store", WINDOW, STEPS]
     store, latest, moments = tmp_path / "store" / "train", tmp_path / "run" / "latest", random.Random(0)
+    environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN}  # this process has joined a group of its own
     logs = {what: (tmp_path / what).open("wb") for what in ("capture", "train")}
 
     def start(what: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, str(ROOT / "tests" / "live.py"), what, *words], stdout=logs[what], stderr=logs[what])
+        command = [sys.executable, str(ROOT / "tests" / "live.py"), what, *words]
+        return subprocess.Popen(command, env=environment, stdout=logs[what], stderr=logs[what])
 
     def shards() -> list[dict[str, Any]]:
         path = store / "manifest.json"
@@ -146,7 +150,7 @@ def test_both_sides_killed_again_and_again_give_the_same_head(target, made, whol
         running["train"] = start("train")
         for i in range(2):
             for what in ("train", "capture"):
-                until(moments_of[what][i])
+                until(lambda what=what, i=i: running[what].poll() is not None or moments_of[what][i]())
                 time.sleep(0.3 * moments.random())
                 assert running[what].poll() is None, (tmp_path / what).read_text()
                 running[what].kill()
@@ -262,8 +266,10 @@ def test_another_order_is_refused_on_both_sides(target, made, tmp_path):
     other = windowed(target, made, tmp_path, "train.seed=1")
     refused(lambda: reader(other, target, []), "another order", "window.seed: the store has 0, this run 1")
     refused(lambda: writer(other, target, []), "another capture", "window.seed", "data.store")
-    with StoreWriter(tmp_path / "plain" / "train", writer(cfg, target, []).manifest | {"window": None}):
-        pass
+    head = build(cfg.head, spec(target))
+    refused(lambda: setup.open_store(cfg, head, target, "train"), "a window of states", "data.window_gb")
+    plain = {key: value for key, value in writer(cfg, target, []).manifest.items() if key != "window"}
+    StoreWriter(tmp_path / "plain" / "train", plain).close()
     refused(lambda: reader(windowed(target, made, tmp_path, f"data.store={tmp_path}/plain"), target, []), "another order")
 
 

@@ -25,6 +25,10 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
     """The hidden states of a split. Raises UserError where there are none, or those of another target, tokenizer,
     chat template or set of taps."""
     store = Store(Path(cfg.data.store) / split)
+    if "window" in store.manifest:
+        raise UserError(
+            f"{store.folder}: holds a window of states; set data.window_gb as its capture has it, or data.store to another folder"
+        )
     check_compatible(
         store.manifest,
         fingerprint=fingerprint(target_dir),
