@@ -58,6 +58,18 @@ def spans_of(answer: dict[str, Any], max_length: int) -> Spans:
     return [[a, min(b, max_length)] for a, b in spans if a < min(b, max_length)]
 
 
+def cut_answers(answers: list[dict[str, Any]], max_length: int, path: Path) -> list[dict[str, Any]]:
+    """{id, token_ids, spans} of each answer, cut to max_length tokens; those without a supervised token within are left out.
+    UserError: none is left of those at `path`."""
+    kept = []
+    for answer in answers:
+        if spans := spans_of(answer, max_length):
+            kept.append({"id": answer["id"], "token_ids": (answer["prompt_ids"] + answer["response_ids"])[:max_length], "spans": spans})
+    if not kept:
+        raise UserError(f"{path}: no answer with a token within data.max_length={max_length}: raise it, or sample again")
+    return kept
+
+
 def mask_of(spans: Spans, length: int) -> list[bool]:
     mask = [False] * length
     for a, b in spans:

@@ -1,4 +1,5 @@
-"""From a store to packed batches. The sampler keeps no state: a step's batches follow from (seed, step, rank, world) alone.
+"""From sequences and their states to packed batches. The sampler keeps no state: a step's batches follow from (seed, step, rank,
+world) alone.
 
 Each epoch shuffles the sequences, sorts them by length within windows (like lengths end up in one micro-batch), packs them to
 the token budget and shuffles the micro-batches. Epochs follow each other without a gap, so that the tail of one shares a step
@@ -26,11 +27,12 @@ import numpy as np
 import torch
 
 from data.errors import UserError
-from data.store import Store
+from data.sequences import Sequences
 from heads.base import Batch
 
 WINDOW = 1024  # sequences sorted by length together: long enough to find like lengths, short enough to mix an epoch
 QUEUED_STEPS = 2
+POLL_SECONDS = 0.5  # between two looks for what is not there yet
 
 
 def pack(members: Iterable[int], lengths: np.ndarray, budget: int) -> list[list[int]]:
@@ -72,7 +74,7 @@ class Batches:
     """
 
     def __init__(  # noqa: PLR0913
-        self, store: Store, taps: tuple[int, ...], micro_tokens: int, seed: int, rank: int, world: int, max_length: int, share: int = 1
+        self, store: Sequences, taps: tuple[int, ...], micro_tokens: int, seed: int, rank: int, world: int, max_length: int, share: int = 1
     ) -> None:
         assert 0 <= rank < world and world % share == 0 and micro_tokens > 0 and max_length > 0
         self.group, self.groups, self.place, self.share = rank // share, world // share, rank % share, share
@@ -109,9 +111,9 @@ class Batches:
             epoch += 1
         return self._plan(epoch)[index]
 
-    def _batch(self, members: list[int], place: int = 0, share: int = 1) -> Batch:
-        """place, share: of the labels the run number `place` of `share` equal ones."""
-        documents = [self.store.get(i, self.taps, self.max_length) for i in members]
+    def _batch(self, members: list[int], micro: int = 0, place: int = 0, share: int = 1) -> Batch:
+        """micro: its number in the row of epochs. place, share: of the labels the run number `place` of `share` equal ones."""
+        documents = [self.store.get(i, self.taps, self.max_length, micro=micro) for i in members]
         if share > 1:
             documents = share_out(documents, place, share)
         offsets_S1 = torch.tensor([0, *itertools.accumulate(len(document["token_ids"]) for document in documents)], dtype=torch.int64)
@@ -131,20 +133,33 @@ class Batches:
 
     def step(self, i: int, accum: int) -> list[Batch]:
         """This rank's `accum` micro-batches of step i (from 0): token_ids int64, loss_mask bool, states in the stored dtype."""
-        return [self._batch(members, self.place, self.share) for members in self._micros(i, accum)]
+        return [self._batch(self._micro(index), index, self.place, self.share) for index in self._micros(i, accum)]
 
     def tokens(self, i: int, accum: int) -> float:
         """This rank's part of the tokens of step i; shared ones in equal parts."""
-        return sum(int(self.lengths[members].sum()) for members in self._micros(i, accum)) / self.share
+        return sum(int(self.lengths[self._micro(index)].sum()) for index in self._micros(i, accum)) / self.share
 
-    def _micros(self, i: int, accum: int) -> list[list[int]]:
-        first = i * self.groups * accum + self.group
-        return [self._micro(first + j * self.groups) for j in range(accum)]
+    def _micros(self, i: int, accum: int) -> range:
+        first = i * self.groups * accum
+        return range(first + self.group, first + self.groups * accum, self.groups)
+
+    def reads(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """(micro-batch, sequence) of all that is read for micro-batches first .. end - 1 of the row, in order."""
+        return ((index, member) for index in range(first, end) for member in self._micro(index))
 
     def sequences(self, i: int, accum: int) -> list[str]:
         """Ids of the sequences that all ranks together read in step i."""
-        first, count = i * self.groups * accum, self.groups * accum
-        return [self.store.ids[member] for index in range(first, first + count) for member in self._micro(index)]
+        per_step = self.groups * accum
+        return [self.store.ids[member] for _, member in self.reads(i * per_step, (i + 1) * per_step)]
+
+    def ready(self, i: int, accum: int) -> bool:
+        """Whether the states of step i are there for all ranks: then none of them waits for another within a step."""
+        per_step = self.groups * accum
+        return self.store.ready(list(self.reads(i * per_step, (i + 1) * per_step)))
+
+    def saved(self, done: int, steps: int, accum: int) -> None:
+        """A checkpoint holds `done` of `steps` steps: what they read is not read again. On every rank."""
+        self.store.saved(done * self.groups * accum, steps * self.groups * accum)
 
     def prefetch(self, first_step: int, last_step: int, accum: int) -> Generator[list[Batch], None, None]:
         """Yields step(i, accum) for i in [first_step, last_step), read ahead by one thread. Its exceptions are raised here; the
@@ -163,7 +178,7 @@ class Batches:
         def produce() -> None:
             try:
                 for i in range(first_step, last_step):
-                    if stop.is_set():
+                    if not self._await(i, accum, stop):
                         return
                     put(self.step(i, accum))
             except Exception as error:
@@ -182,6 +197,14 @@ class Batches:
         finally:
             stop.set()
             thread.join()
+
+    def _await(self, i: int, accum: int, stop: threading.Event) -> bool:
+        """Returns once step i is ready, or false at `stop`."""
+        while not stop.is_set():
+            if self.ready(i, accum):
+                return True
+            stop.wait(POLL_SECONDS)
+        return False
 
     def validation(self) -> Iterator[Batch]:
         """The whole store once, in order, micro-batch m on rank m % world. Ranks may get unequal numbers, or none: the caller

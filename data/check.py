@@ -6,6 +6,7 @@ Shape suffixes: T tokens of one sequence, L taps, D hidden, V vocab.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from rich.console import Console
 from torch import Tensor
 
 from data.answers import read_answers
+from data.forward import Forward
 from data.identity import read_meta, template_hash, tokenizer_hash
 from data.store import Store
-from data.target import fingerprint, frozen
+from data.target import fingerprint, frozen, spec
 
 CLOSE = 0.1  # relative error to transformers' float32 states; a bfloat16 engine's stay below 0.02, taps stored as fp8 below 0.03
 OFF_POLICY = 0.3  # nats per token by which a text may surprise the target more than its own samples would
@@ -41,20 +43,10 @@ class Reference:
     the final norm. Loaded once for all stores."""
 
     def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
-
         self.folder, self.lm_head_VD = folder, frozen(folder, torch.float32, device).lm_head_VD
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-        self.model.eval().to(device)
-        self._before_norm: list[Tensor] = []
-        self.model.model.norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0][0]))
-
-    @torch.no_grad()
-    def states(self, token_ids_T: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """(residual streams [T, layers + 1, D], last [T, D]). options: of the model's forward."""
-        self._before_norm.clear()
-        found = self.model.model(token_ids_T[None], **{"output_hidden_states": True, "use_cache": False, **options})
-        return torch.stack([*(x[0] for x in found.hidden_states[:-1]), self._before_norm[0]], 1), found.last_hidden_state[0]
+        self.forward = Forward(folder, range(spec(folder).num_layers + 1), torch.float32, device)
+        # (residual streams [T, layers + 1, D], last [T, D]) of token ids [T]
+        self.states = self.forward.states
 
     def empty_cache(self) -> Any:
         """Of keys and values. Its layers hold every token, also where the model's config would let go of those beyond a window."""
@@ -162,10 +154,10 @@ def check_store(folder: Path, reference: Reference, answers_path: Path, count: i
     return faults + found, figures, holds
 
 
-def check_splits(store: Path, responses: Path, target_dir: Path, count: int) -> list[Fault]:
-    """check_store of the train and held-out parts, with what it found printed."""
+def check_splits(store: Path, responses: Path, target_dir: Path, count: int, splits: Sequence[str]) -> list[Fault]:
+    """check_store of these parts, with what it found printed."""
     console, reference, faults = Console(highlight=False), Reference(target_dir), []
-    for split in ("train", "heldout"):
+    for split in splits:
         found, figures, holds = check_store(store / split, reference, responses / f"{split}.jsonl", count)
         console.print(f"{split}: {holds}")
         console.print("  against transformers: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.answers import collect, mask_of, read_answers, spans_of
+from data.answers import collect, cut_answers, mask_of, read_answers
 from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
-from data.manifest import check_disk, check_same_capture, check_same_sequences, plan_bytes, read_manifest
+from data.manifest import check_disk, check_same_capture, check_same_sequences, free_bytes, plan_bytes, read_manifest
 from data.store import StoreWriter
 from data.target import spec
 
@@ -93,16 +93,17 @@ def capture(  # noqa: PLR0913
     target = spec(target_dir)
     answers, _ = read_answers(responses)
     whole = {a["id"]: a["prompt_ids"] + a["response_ids"] for a in answers}
-    spans = {a["id"]: spans_of(a, max_length) for a in answers}
-    kept = [{"id": name, "token_ids": ids[:max_length], "spans": spans[name]} for name, ids in whole.items() if spans[name]]
-    if not kept:
-        raise UserError(f"{responses}: no answer with a token within data.max_length={max_length}: raise it, or sample again")
+    kept = cut_answers(answers, max_length, responses)
     counts = {"sequences": len(kept), "cut": sum(len(whole[s["id"]]) > max_length for s in kept), "left_out": len(whole) - len(kept)}
     tokens = sum(len(s["token_ids"]) for s in kept)
     supervised = sum(b - a for s in kept for a, b in s["spans"])
     need = plan_bytes(tokens, supervised, len(taps), target.hidden_size, last, manifest["dtype"])
     print(f"capture: {len(kept)} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
-    print(f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={manifest['dtype']})", flush=True)
+    free = free_bytes(store_dir) / 1e9
+    print(
+        f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={manifest['dtype']}), {free:,.2f} GB of the disk are free",
+        flush=True,
+    )
     print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
     check_disk(store_dir, need, cap_gb)
     if (store_dir / "manifest.json").exists():
@@ -117,18 +118,27 @@ def capture(  # noqa: PLR0913
     left = sum(len(s["token_ids"]) for s in todo)
     if len(todo) < len(kept):
         print(f"capture: goes on with {len(todo)} sequences, {left} tokens", flush=True)
-    layer_ids = sorted({*taps, *([target.num_layers] if last != "none" else [])})
-    if not layer_ids:
+    if not taps and last == "none":
         return {**counts, "tokens": tokens, **_store_tokens(writer, todo)}
+    plan = {"store_dir": str(store_dir.absolute()), "manifest": manifest, "taps": list(taps), "last": last, "shard_tokens": shard_tokens}
+    seconds = prefill(target_dir, target_cfg, todo, plan, in_flight)
+    return {**counts, "tokens": tokens, "seconds": seconds, "tokens_per_second": left / seconds}
+
+
+def prefill(target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any]], plan: dict[str, Any], in_flight: int) -> float:
+    """Runs {id, token_ids, spans} through the target, whose states the connector stores. plan: its settings, but for what the target
+    says. Returns seconds."""
+    target = spec(target_dir)
+    layer_ids = sorted({*plan["taps"], *([target.num_layers] if plan["last"] != "none" else [])})
     longest = max(len(s["token_ids"]) for s in todo) + 1  # the engine generates one token, which nobody reads
     sizes = {"max_model_len": longest, "seqs": min(in_flight, len(todo))}
     llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, **sizes, compiled=False) | captured_as(target)
-    plan = {"store_dir": str(store_dir.absolute()), "manifest": manifest, "layer_ids": layer_ids, "taps": list(taps), "last": last}
-    plan |= {"shard_tokens": shard_tokens, "target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
+    connector = {"window": None, **plan, "layer_ids": layer_ids}
+    connector |= {"target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
     running = 2 * llm["max_num_batched_tokens"] + longest  # this step's tokens, those of the step before, one sequence in part
     cache = cache_plan(target, llm, tokens=running, layers=target.num_layers, hidden_states=len(layer_ids))
-    ran = run_child({"task": "capture", "llm": llm, "states": True, "connector": plan, **cache}, todo, "capture", left, "tokens")
-    return {**counts, "tokens": tokens, "seconds": ran["seconds"], "tokens_per_second": left / ran["seconds"]}
+    job = {"task": "capture", "llm": llm, "states": True, "connector": connector, **cache}
+    return run_child(job, todo, "capture", sum(len(s["token_ids"]) for s in todo), "tokens")["seconds"]
 
 
 def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> dict[str, float]:

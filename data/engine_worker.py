@@ -22,6 +22,7 @@ from vllm.v1.sample import rejection_sampler
 from data.engine_job import MARK, LoopWatch, request_seed
 from data.errors import UserError
 from data.prompts import write_jsonl_line
+from data.window import TRAIN, Waiting
 
 
 class Ask(NamedTuple):
@@ -149,7 +150,7 @@ def respond(job: dict[str, Any]) -> dict[str, Any]:
 
 def capture(job: dict[str, Any]) -> dict[str, Any]:
     """Prefills each item (id, token_ids, spans); the connector stores the states. vLLM's layer ids are layers applied."""
-    from data.vllm_connector import close_store
+    from data.vllm_connector import close_store, has_room
 
     layer_ids = job["connector"]["layer_ids"]
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
@@ -157,11 +158,17 @@ def capture(job: dict[str, Any]) -> dict[str, Any]:
     transfer = {"kv_connector": "StoreConnector", "kv_connector_module_path": "data.vllm_connector", "kv_role": "kv_producer"}
     transfer["kv_connector_extra_config"] = job["connector"]
     llm = start(job, speculative_config=method, kv_transfer_config=transfer)
+    folder, window = Path(job["connector"]["store_dir"]), job["connector"]["window"]
+    waiting = Waiting(lambda text: report(tokens, text))
     lengths: dict[str, int] = {}
     began, told, tokens = time.monotonic(), 0.0, 0
 
     def asks() -> Iterator[Ask]:
         for item in items(job):
+            while window and not all(llm.collective_rpc(has_room)):
+                waiting.on("the window is full", folder / "reader", "training", TRAIN)
+                time.sleep(1)
+            waiting.over()
             lengths[item["id"]] = len(item["token_ids"])
             about = {"record_id": item["id"], "spans": item["spans"]}
             params = SamplingParams(

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from data.errors import UserError
+
+
+def hold(folder: Path, key: str) -> IO[str]:
+    """As `alone`, until what is returned is closed or this process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    f = (folder / ".lock").open("w")
+    for attempts_left in (2, 1, 0):
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if not attempts_left:
+                f.close()
+                raise UserError(f"{folder}: another process is writing here; wait for its end, or set {key} to another folder") from error
+            time.sleep(0.05)  # it may be somebody who only looks whether it is held
+        except OSError:  # a file system that knows no locks
+            break
+    return f
+
+
+def held(folder: Path) -> bool:
+    """Whether another process, or another part of this one, is inside. On a file system that knows no locks: true."""
+    if not (folder / ".lock").exists():
+        return False
+    with (folder / ".lock").open() as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 @contextmanager
@@ -16,12 +48,5 @@ def alone(folder: Path, key: str) -> Iterator[None]:
 
     UserError: another one is in it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{folder}: another process is writing here; wait for its end, or set {key} to another folder") from error
-        except OSError:  # a file system that knows no locks
-            pass
+    with hold(folder, key):
         yield

@@ -41,10 +41,15 @@ def check_disk(folder: Path, need_bytes: int, cap_gb: float) -> None:
     check_free(folder, need_bytes - have)
 
 
+def free_bytes(folder: Path) -> int:
+    """Free on the disk of `folder`, which need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
 def check_free(folder: Path, need_bytes: int) -> None:
     """Refuses to write `need_bytes` more where they do not fit; `folder` need not exist yet."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(folder)
     if need_bytes > free:
         raise UserError(
             f"{folder}: {need_bytes / 1e9:.2f} GB of hidden states are still to be written and {free / 1e9:.2f} GB are free; "

@@ -64,3 +64,10 @@ def unpack(packed: list[Tensor], name: str) -> Tensor:
 def finite(packed: dict[str, Tensor]) -> bool:
     """Whether packed taps hold neither NaN nor Inf."""
     return bool(packed["taps_scale" if "taps_scale" in packed else "taps"].isfinite().all())
+
+
+def label_rows(loss_mask_T: Tensor) -> Tensor:
+    """Rows of one sequence whose state predicts a label: row t counts iff t + 1 < T and loss_mask[t + 1]. [T] bool -> [T] bool."""
+    rows_T = torch.zeros_like(loss_mask_T, dtype=torch.bool)
+    rows_T[:-1] = loss_mask_T[1:]
+    return rows_T

@@ -44,16 +44,10 @@ from data.manifest import (
 from data.manifest import check_compatible as check_compatible
 from data.manifest import check_disk as check_disk
 from data.manifest import plan_bytes as plan_bytes
-from data.states import finite, kinds, pack, tap_tensors, unpack
+from data.sequences import Sequences
+from data.states import finite, kinds, label_rows, pack, tap_tensors, unpack
 
 MAX_OPEN_SHARDS = 256  # mapped at once by one reader
-
-
-def label_rows(loss_mask_T: Tensor) -> Tensor:
-    """Rows of one sequence whose state predicts a label: row t counts iff t + 1 < T and loss_mask[t + 1]. [T] bool -> [T] bool."""
-    rows_T = torch.zeros_like(loss_mask_T, dtype=torch.bool)
-    rows_T[:-1] = loss_mask_T[1:]
-    return rows_T
 
 
 class StoreWriter:
@@ -213,7 +207,7 @@ class _Shard:
     last_offsets: list[int]  # where the stored `last` rows of each sequence begin
 
 
-class Store:
+class Store(Sequences):
     """Reads a store. Opening it reads the manifest and the sizes of the shards alone; verify=True also hashes every shard.
 
     lengths: tokens per sequence [S] int64; first_labels: index of the first label of each, its length where it has none;
@@ -249,12 +243,16 @@ class Store:
             return _Shard(file, mask_N, offsets, np.cumsum([0, *rows]).tolist())
         return _Shard(file, mask_N, offsets, offsets)
 
+    def close(self) -> None:
+        """Closes its shards; they open again on their next use."""
+        self._open.cache_clear()
+
     def tokens(self, i: int, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """Sequence i, its first `stop` tokens: token_ids [T] int64, loss_mask [T] bool. Reads no states."""
         found = self.get(i, (), stop, with_last=False)
         return found["token_ids"], found["loss_mask"]
 
-    def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True) -> dict[str, Any]:
+    def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
         """Sequence i, its first `stop` tokens: token_ids [T] int64, loss_mask [T] bool, taps [T, L, D] in the order asked for
         (None for no taps), last [T, D] with zero rows where none is stored (None for policy "none" or with_last=False); states
         in the storage dtype, those of "fp8" in bfloat16. UserError naming shard and sequence where it cannot be read.

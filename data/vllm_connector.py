@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from data.answers import Spans, mask_of
 from data.store import StoreWriter
 from data.target import final_norm
+from data.window import Sizes, WindowWriter
 
 
 @dataclass
@@ -42,7 +43,7 @@ def rms_norm(x_nD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 class StoreConnector(ExampleHiddenStatesConnector):
     """Extra config: store_dir, manifest, layer_ids (ascending, as vLLM orders its columns), taps, last, target_dir, eps,
-    depth (the target's layers), shard_tokens."""
+    depth (the target's layers), shard_tokens, window (the fields of data.window.Sizes, or None)."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,7 +65,8 @@ class StoreConnector(ExampleHiddenStatesConnector):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero:
-            self.writer = StoreWriter(Path(self.plan["store_dir"]), self.plan["manifest"], self.plan["shard_tokens"])
+            kind = WindowWriter if self.plan["window"] else StoreWriter
+            self.writer = kind(Path(self.plan["store_dir"]), self.plan["manifest"], self.plan["shard_tokens"])
             self.norm_D = final_norm(Path(self.plan["target_dir"]))
             self.columns = [self.plan["layer_ids"].index(tap) for tap in self.plan["taps"]]
 
@@ -104,3 +106,11 @@ def close_store(_worker: Any) -> None:
     assert isinstance(connector, StoreConnector)
     if connector.writer is not None:
         connector.writer.close()
+
+
+def has_room(_worker: Any) -> bool:
+    """Whether the window of this worker's connector has room for one more sequence."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, StoreConnector)
+    writer = connector.writer
+    return not isinstance(writer, WindowWriter) or writer.has_room(Sizes(**connector.plan["window"]))

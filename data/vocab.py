@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from data.errors import UserError
-from data.store import Store
+from data.sequences import Sequences
 
 
-def count_supervised(store: Store, vocab_size: int) -> Tensor:
+def count_supervised(store: Sequences, vocab_size: int) -> Tensor:
     """How often each token is a label in the store [V] int64. The first token of a sequence is never one: no state predicts it."""
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     for i in range(len(store)):

@@ -43,7 +43,6 @@ class Reader:
 
     def __init__(self, model: Reference, taps: tuple[int, ...] = (), exit_layer: int | None = None) -> None:
         self.model, self.taps, self.exit_layer = model, list(taps), exit_layer
-        model.states(torch.zeros(1, dtype=torch.long, device=model.lm_head_VD.device))  # transformers hooks the layers that it sees first
         self.forget()
 
     def forget(self) -> None:
@@ -62,12 +61,7 @@ class Reader:
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min).to(device)
         positions = (length - 1 + seen_TT.sum(1))[None].to(device)
         options = {"attention_mask": mask, "position_ids": positions, "past_key_values": self.cache, "use_cache": True}
-        body = self.model.model.model
-        layers, body.layers = body.layers, body.layers[: self.exit_layer]
-        try:
-            streams_TLD, last_TD = self.model.states(torch.tensor(tokens, device=device), **options)
-        finally:
-            body.layers = layers
+        streams_TLD, last_TD = self.model.states(torch.tensor(tokens, device=device), self.exit_layer, **options)
         return States(streams_TLD[:, self.taps], last_TD)
 
     def logits(self, last_RD: Tensor) -> Tensor:

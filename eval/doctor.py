@@ -13,6 +13,8 @@ from safetensors import safe_open
 
 from data.check import Fault, check_splits, show_faults
 from data.errors import UserError
+from data.online import Answers
+from data.sequences import Sequences
 from data.store import Store
 from data.vocab import count_supervised, coverage
 from eval.advice import find
@@ -47,7 +49,7 @@ def measurements(run_dir: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def vocabulary_faults(head: DraftHead, heldout: Store) -> list[Fault]:
+def vocabulary_faults(head: DraftHead, heldout: Sequences) -> list[Fault]:
     if head.draft_vocab_size is None:
         return []
     share = coverage(count_supervised(heldout, head.target.vocab_size), head.get_buffer("draft_ids_U"))
@@ -102,8 +104,13 @@ def gap_faults(found: dict[str, dict[str, Any]], others: list[Fault]) -> list[Fa
 def diagnose(cfg: RunConfig, head: DraftHead, target_dir: Path, count: int) -> tuple[dict[str, dict[str, Any]], list[Fault]]:
     """head: of the run's checkpoint, with its frozen parts, float32. count: sequences of each store to run again."""
     run_dir = Path(cfg.run_dir)
-    faults = check_splits(Path(cfg.data.store), Path(cfg.data.responses), target_dir, count)
-    faults += vocabulary_faults(head, Store(Path(cfg.data.store) / "heldout"))
+    faults: list[Fault] = []
+    if cfg.data.states == "online":  # transformers' own states: there is nothing to hold them against
+        heldout = Answers(Path(cfg.data.responses) / "heldout.jsonl", cfg.data.max_length, None, "none", {})
+    else:
+        faults += check_splits(Path(cfg.data.store), Path(cfg.data.responses), target_dir, count, cfg.data.whole_splits)
+        heldout = Store(Path(cfg.data.store) / "heldout")
+    faults += vocabulary_faults(head, heldout)
     folder = run_dir / "export" / "vllm"
     if folder.is_dir():
         read_export(folder)

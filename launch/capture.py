@@ -6,34 +6,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from data.capture import capture_run
 from data.check import check_splits, show_faults
-from data.engine import capture, engine_identity
-from data.identity import check_responses, identity
-from data.lock import alone
 from data.target import resolve, spec
 from train.config import ROOT, RunConfig, main
-from train.plan import build_on_meta
+from train.plan import build_on_meta, window_sizes
 
 if check := "check=true" in sys.argv:
     sys.argv.remove("check=true")
 
 
 def run(cfg: RunConfig) -> None:
+    if cfg.data.states == "online":
+        print("capture: nothing to do, for data.states=online: the training works the states out itself")
+        return
     target_dir = resolve(cfg.target, ROOT)
     if check:
-        sys.exit(show_faults(check_splits(Path(cfg.data.store), Path(cfg.data.responses), target_dir, 4), "the store holds what it says"))
-    target, maker = spec(target_dir), identity(target_dir, cfg.target)
-    head = build_on_meta(cfg, target)
-    taps, last = tuple(sorted(set(head.taps))), head.needs_last
-    manifest = {**maker, "taps": list(taps), "hidden_size": target.hidden_size, "last": last, "dtype": cfg.data.states_dtype}
-    answers = {split: Path(cfg.data.responses) / f"{split}.jsonl" for split in ("train", "heldout")}
-    for path in answers.values():
-        check_responses(path, maker)
-    settings = {"target_dir": target_dir, "target_cfg": cfg.target, "taps": taps, "last": last}
-    settings |= {"max_length": cfg.data.max_length, "cap_gb": cfg.data.max_store_gb, "manifest": manifest | {"engine": engine_identity()}}
-    for split, path in answers.items():
-        with alone(Path(cfg.data.store), "data.store"):
-            capture(responses=path, store_dir=Path(cfg.data.store) / split, **settings)
+        faults = check_splits(Path(cfg.data.store), Path(cfg.data.responses), target_dir, 4, cfg.data.whole_splits)
+        sys.exit(show_faults(faults, "the store holds what it says"))
+    head = build_on_meta(cfg, spec(target_dir))
+    capture_run(cfg, head, target_dir, window_sizes(cfg, head))
 
 
 if __name__ == "__main__":

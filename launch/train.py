@@ -12,7 +12,7 @@ import torch
 from data.lock import alone
 from data.target import resolve, spec, spec_from_config
 from heads import build
-from train import dist, plan, setup
+from train import dist, inputs, plan, plan_table, setup
 from train.config import RunConfig, main
 from train.engine import Engine
 from train.loop import fit
@@ -20,15 +20,15 @@ from train.loop import fit
 
 def run(cfg: RunConfig) -> None:
     if dist.rank() == 0:
-        plan.show(plan.plan(cfg, spec_from_config(cfg.target), dist.world()))
+        plan_table.show(plan.plan(cfg, spec_from_config(cfg.target), dist.world()))
     if cfg.dry_run:
         return
-    plan.require_inputs(cfg)
+    inputs.require_inputs(cfg)
     dist.start(cfg.train.threads)
     target_dir = dist.rank0_first(lambda: resolve(cfg.target, ROOT))
     torch.manual_seed(cfg.train.seed)
     head = build(cfg.head, spec(target_dir))
-    store, heldout = (setup.open_store(cfg, head, target_dir, split) for split in ("train", "heldout"))
+    store, heldout = setup.open_states(cfg, head, target_dir)
     setup.equip(cfg, head, target_dir, store)
     with alone(Path(cfg.run_dir), "name or run_dir") if dist.rank() == 0 else nullcontext():
         fit(cfg, Engine(head, cfg), setup.open_batches(cfg, head, store), setup.open_batches(cfg, head, heldout))

@@ -13,8 +13,9 @@ from data.engine_job import run_child
 from data.errors import UserError
 from data.store import Store, StoreWriter
 from train.config import load
+from train.inputs import missing_inputs
 from train.log import Log
-from train.plan import count_tokens, missing_inputs
+from train.plan import count_tokens
 
 
 def edited(folder: Path, change) -> Path:

@@ -13,8 +13,9 @@ from data.errors import UserError
 from data.store import StoreWriter
 from data.target import spec_from_config
 from heads.base import Batch, Frozen
-from train import plan
+from train import inputs, plan
 from train.config import load
+from train.plan_table import show
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def write_store(folder, lengths, taps=(0, 1, 2), D=64):
 
 
 def test_store_size_is_the_size_on_disk(cfg, tmp_path):
-    for split in plan.SPLITS:
+    for split in inputs.SPLITS:
         write_store(tmp_path / "store" / split, [200, 300, 255] * 4)
     on_disk = sum(path.stat().st_size for path in (tmp_path / "store").rglob("shard-*"))
     assert planned(cfg).store_bytes == pytest.approx(on_disk, rel=0.01)
@@ -145,14 +146,14 @@ def test_what_is_missing_is_named_with_the_commands_that_make_it(cfg, tmp_path, 
     monkeypatch.chdir(plan.ROOT)
     respond, capture = (f"python launch/{stage}.py conf=tiny_eagle3 train.steps=5" for stage in ("respond", "capture"))
     with pytest.raises(UserError) as caught:
-        plan.require_inputs(cfg)
+        inputs.require_inputs(cfg)
     assert f"{respond} && {capture}" in str(caught.value) and f"{tmp_path}/store/heldout" in str(caught.value)
-    for split in plan.SPLITS:
+    for split in inputs.SPLITS:
         answers(tmp_path / "responses", split, [(3, 4)])
-    assert plan.next_commands(cfg) == [capture]
-    for split in plan.SPLITS:
+    assert inputs.next_commands(cfg) == [capture]
+    for split in inputs.SPLITS:
         write_store(tmp_path / "store" / split, [9])
-    plan.require_inputs(cfg)
+    inputs.require_inputs(cfg)
     assert planned(cfg).missing == []
 
 
@@ -160,12 +161,12 @@ def test_a_store_that_was_not_finished_is_missing(cfg, tmp_path):
     write_store(tmp_path / "store" / "train", [9])
     path = tmp_path / "store" / "train" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"closed": False}))
-    assert len(plan.missing_inputs(cfg)) == 2
+    assert len(inputs.missing_inputs(cfg)) == 2
 
 
 def test_a_store_over_its_cap_is_said_in_the_table(cfg, capsys):
     cfg.data.max_store_gb = 0.001
-    plan.show(planned(cfg, world=2))
+    show(planned(cfg, world=2))
     shown = capsys.readouterr().out
     assert "over data.max_store_gb=0.001" in shown and "on 2 GPUs" in shown and "optimizer moments" in shown
 

@@ -153,7 +153,8 @@ def greedy_text(target: Reference, prompt: list[int], limit: int = LIMIT) -> lis
     """Plain greedy decoding, the whole text read again for every token, without a cache or a mask of ours."""
     text = list(prompt)
     for _ in range(limit):
-        text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+        last_D = target.forward.decoder(torch.tensor([text])).last_hidden_state[0, -1]
+        text.append(int((target.lm_head_VD @ last_D).argmax()))
     return text[len(prompt) :]
 
 
@@ -217,7 +218,7 @@ def test_early_exit_drafts_what_the_first_layers_say(target, exit_layer):
         assert answer.token_ids == greedy_text(target, prompt)
         if exit_layer == 2:
             assert all(len(path) == 3 for path in answer.paths)
-    body = target.model.model
+    body = target.forward.decoder
     hidden = body(torch.tensor([PROMPTS[3]]), output_hidden_states=True).hidden_states[1]
     expected = (body.norm(hidden[0, -1]) @ target.lm_head_VD.T).log_softmax(-1)
     found = next(Reader(target, exit_layer=1).levels(PROMPTS[3], None))[0]

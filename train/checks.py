@@ -16,7 +16,7 @@ ALGORITHMS = ("adamw", "muon")
 SCHEDULES, DTYPES = ("cosine", "wsd", "constant"), ("bfloat16", "float32")
 QUANTIZATION = ("int8", "int4", "fp8")
 METHODS = ("none", "ngram", "suffix", "draft_model", "head")  # of evaluation
-ANSWERS, STATES = ("target", "given"), (*DTYPES, "fp8")
+ANSWERS, STATES, STATES_DTYPES = ("target", "given"), ("store", "online"), (*DTYPES, "fp8")
 
 AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_tokens train.val_every train.save_every train.keep
     train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples
@@ -39,7 +39,8 @@ def check(run: RunConfig, root: Path) -> None:
         need(key, lambda v: v >= 1, "1 or more")
     for key in ("train.threads", "data.limit", "data.heldout_limit", "data.max_prompt_chars", "eval.limit"):
         need(key, lambda v: v is None or v >= 1, "1 or more, or null")
-    need("data.states_dtype", lambda v: v in STATES, f"one of {', '.join(STATES)}")
+    need("data.states", lambda v: v in STATES, f"one of {', '.join(STATES)}")
+    need("data.states_dtype", lambda v: v in STATES_DTYPES, f"one of {', '.join(STATES_DTYPES)}")
     for key in ("train.dtype", "target.dtype"):
         need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
     for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
@@ -57,6 +58,9 @@ def check(run: RunConfig, root: Path) -> None:
     for key in "data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed".split():
         need(key, lambda v: 0 <= v < math.inf, "0 or more")
     need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
+    most = run.data.max_store_gb if run.data.states == "store" else 0
+    allowed = f"null or a number of gigabytes up to data.max_store_gb={most:g}" if most else "null with data.states=online"
+    need("data.window_gb", lambda v: v is None or 0 < v <= most, allowed)
     need("data.max_store_gb", lambda v: v > 0, "a positive number of gigabytes")
     longest = run.target.spec.get("max_positions", math.inf)
     need("target.max_model_len", lambda v: v <= longest, f"at most {longest}, the positions that the target knows (target.spec)")

@@ -65,13 +65,20 @@ class DataConfig:
     server: str | None = None  # that serves the target elsewhere, as http://host:8000/v1; its key: OPENAI_API_KEY
     responses: str = "???"  # folder with the target's answers: train.jsonl, heldout.jsonl
     store: str = "???"  # folder with the hidden states: train/, heldout/
+    states: str = "store"  # or online: each training rank runs the target for its own batches, and nothing is stored; for small targets
     max_length: int = 4096  # tokens of prompt + response; longer ones are cut and counted
     cut_loops: bool = False  # cut an answer where an n-gram of `loop_ngram` tokens returns
     loop_ngram: int = 8
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_store_gb: float = 500.0
+    window_gb: float | None = None  # of training states on disk at once: capture runs ahead of the training by no more; null: all
     states_dtype: str = "bfloat16"  # on disk; float32; or fp8: taps in e4m3 with a scale per token and tap, last in bfloat16
     batch_size: int = 128  # sequences in flight in the engine while responding
+
+    @property
+    def whole_splits(self) -> tuple[str, ...]:
+        """What lies whole in the store."""
+        return () if self.states == "online" else ("train", "heldout") if self.window_gb is None else ("heldout",)
 
     @property
     def prompt_chars(self) -> tuple[int, int | None]:

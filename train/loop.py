@@ -29,6 +29,7 @@ def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> d
     """
     every, run_dir = cfg.train, Path(cfg.run_dir)
     first = checkpoint.resume(run_dir, engine, cfg)
+    batches.saved(first, every.steps, every.accum)
     checkpoint.write_provenance(run_dir, cfg, first, batches.store.manifest["target"])
     last_val: dict[str, Any] = {}
     meter, clock = Meter(), Clock(first, every.steps)
@@ -51,6 +52,7 @@ def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> d
                 log.write("val", done, last_val)
             if done % every.save_every == 0 or done == every.steps:
                 log.say(f"saved {checkpoint.save(run_dir, done, engine, cfg)}")
+                batches.saved(done, every.steps, every.accum)
     return last_val
 
 

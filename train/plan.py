@@ -5,16 +5,10 @@ Needs no GPU, no weights and no network: the head is built on the `meta` device 
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import heads
 from data.answers import spans_of
@@ -22,13 +16,14 @@ from data.errors import UserError
 from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
 from data.selfprompt import split_sources
+from data.window import Sizes
 from heads.base import DraftHead, TargetSpec
 from heads.block import BlockHead
 from heads.chain import ChainHead
 from heads.layers import Attention
 from train.config import ROOT, RunConfig
+from train.inputs import SPLITS, closed_manifest, missing_inputs
 
-SPLITS = ("train", "heldout")
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 PEAK, REACHED = 989e12, 0.4  # bf16 FLOP/s of one H100 SXM, and the share of it that hours are reckoned with
 
@@ -56,15 +51,19 @@ class Plan:
     tokens: Tokens | None
     store_bytes: int | None
     max_store_gb: float
+    window_gb: float | None
+    states: str
     states_dtype: str
     steps: int
     tokens_per_step: int
     flops: float
+    capture_flops: float  # of what is captured in all; 0 where no states are stored
     missing: list[str]  # inputs of the training that are not there
 
-    @property
-    def hours(self) -> float:
-        return self.flops / (self.world * PEAK * REACHED) / 3600
+
+def hours(flops: float, gpus: int) -> float:
+    """On so many H100s, at the share of their peak that is reckoned with."""
+    return flops / (gpus * PEAK * REACHED) / 3600
 
 
 def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
@@ -72,8 +71,16 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
     head = build_on_meta(cfg, spec)
     counts = {split: count_tokens(cfg, split) for split in SPLITS}
     sizes = [store_size(cfg, head, spec, tokens) for tokens in counts.values()]
+    if (window := window_sizes(cfg, head, world)) and sizes[0] is not None:
+        sizes[0] = min(sizes[0], int(window.window))
+    beside = target_flops(spec, cfg.data.max_length) * cfg.train.sequence_parallel if runs_target(cfg, head) else 0
     per_step = cfg.train.micro_tokens * cfg.train.accum * world // cfg.train.sequence_parallel
     trained = sum(p.numel() for p in head.parameters())
+    captured = 0
+    if cfg.data.states == "store" and reads_states(head):
+        captured = sum(tokens.total for tokens in counts.values() if tokens)
+        if window and counts["train"]:  # anew for each epoch
+            captured += cfg.train.steps * per_step - counts["train"].total
     return Plan(
         name=cfg.name,
         head=str(cfg.head["_target_"]).removeprefix("heads."),
@@ -85,10 +92,13 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         tokens=counts["train"],
         store_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
         max_store_gb=cfg.data.max_store_gb,
+        window_gb=cfg.data.window_gb,
+        states=cfg.data.states,
         states_dtype=cfg.data.states_dtype,
         steps=cfg.train.steps,
         tokens_per_step=per_step,
-        flops=cfg.train.steps * per_step * flops_per_token(head, spec, cfg.data.max_length, cfg.train.micro_tokens),
+        flops=cfg.train.steps * per_step * (flops_per_token(head, spec, cfg.data.max_length, cfg.train.micro_tokens) + beside),
+        capture_flops=target_flops(spec, cfg.data.max_length) * captured,
         missing=missing_inputs(cfg),
     )
 
@@ -114,6 +124,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     after rotation, attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; the lm_head's input and its gradient 2 D. All
     times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound).
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
+    Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
     Allocator overhead and communication buffers are left out.
     """
     P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], cfg.train.micro_tokens
@@ -122,6 +133,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     blocks = sum(_block_activations(module.spec) for module in head.modules() if isinstance(module, Attention))
     D, (rows, outputs), ranks = _width(head, spec), worked(head, T), cfg.train.sequence_parallel
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
+    target = (target_parameters(spec) + cfg.data.max_length * _block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
         "head weights": P * b // (world if stage == 3 else 1),
@@ -132,7 +144,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "activations": round((rows / ranks + T - T / ranks) * blocks + outputs / ranks * 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
         "hidden states of a batch": T * spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) * b,
-    }
+    } | ({"target": target} if runs_target(cfg, head) else {})
 
 
 def worked(head: DraftHead, tokens: int) -> tuple[float, float]:
@@ -173,9 +185,33 @@ def flops_per_token(head: DraftHead, spec: TargetSpec, length: int, tokens: int)
     return teacher + (rows * (6 * inner + attention) + outputs * (6 if trained_head else 4) * D * U) / tokens
 
 
+def runs_target(cfg: RunConfig, head: DraftHead) -> bool:
+    """Whether the training ranks run the target."""
+    return cfg.data.states == "online" and reads_states(head)
+
+
+def reads_states(head: DraftHead) -> bool:
+    return bool(head.taps) or head.needs_last != "none"
+
+
+def target_parameters(spec: TargetSpec) -> int:
+    """Of a dense target, but for biases."""
+    return _frozen_parameters(spec) + spec.num_layers * (_layer_parameters(spec) + 2 * spec.hidden_size) + spec.hidden_size
+
+
+def _layer_parameters(spec: TargetSpec) -> int:
+    """In the matrices of a layer: q, k, v and o, gate, up and down."""
+    return spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size)
+
+
+def target_flops(spec: TargetSpec, length: int) -> float:
+    """Floating-point operations of the target's layers per token: 2 per parameter, and attention over half of `length` on average."""
+    return spec.num_layers * (2 * _layer_parameters(spec) + 4 * spec.num_heads * spec.head_dim * length / 2)
+
+
 def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
-    """From the store where it is finished, else from the answers there are so far, else the most that the conf allows."""
-    manifest = _closed_manifest(cfg, split)
+    """From the store where it is finished and read, else from the answers there are so far, else the most that the conf allows."""
+    manifest = closed_manifest(cfg, split) if split in cfg.data.whole_splits else None
     if manifest is not None:
         return Tokens(manifest["tokens"], manifest["supervised_tokens"], "store")
     prompts = count_prompts(cfg, split)
@@ -204,97 +240,31 @@ def count_prompts(cfg: RunConfig, split: str) -> int | None:
     return len(select(read_prompts(given, None, ROOT, cfg.data.prompt_chars), split, None)) + (written if split == "train" else 0)
 
 
+def window_sizes(cfg: RunConfig, head: DraftHead, world: int | None = None) -> Sizes | None:
+    """Of the window for the training; None where there is none. UserError: the head reads no states, or (where the ranks are known) the
+    states between two checkpoints, of which none may be deleted before the second, have no room in it."""
+    gb, data, train = cfg.data.window_gb, cfg.data, cfg.train
+    if gb is None:
+        return None
+    if not reads_states(head):
+        raise UserError(f"data.window_gb={gb:g}: this head reads no states, so there is nothing to bound; set it to null")
+    token = plan_bytes(1, 1, len(set(head.taps)), head.target.hidden_size, head.needs_last, data.states_dtype)
+    sizes = Sizes.of(gb, token, data.max_length)
+    step = token * max(train.micro_tokens, data.max_length) * train.accum * max(1, (world or 1) // train.sequence_parallel)
+    if world and step * min(train.save_every, train.steps) > sizes.usable:
+        fitting = int(sizes.usable // step)
+        least = gb + (step * min(train.save_every, train.steps) - sizes.usable) / 1e9
+        or_save = f"train.save_every={fitting} or less, or " if fitting >= 1 else ""
+        raise UserError(
+            f"data.window_gb={gb:g}: up to {step * train.save_every / 1e9:.3g} GB of states lie between two checkpoints, and it has room "
+            f"for {max(sizes.usable, 0) / 1e9:.3g}: set {or_save}data.window_gb={least * 1.3:.3g}"
+        )
+    return sizes
+
+
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
+    if cfg.data.states == "online":
+        return 0
     if tokens is None:
         return None
     return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, cfg.data.states_dtype)
-
-
-def _closed_manifest(cfg: RunConfig, split: str) -> dict | None:
-    """The manifest of a finished store, else None; what is wrong with a broken one is for the stage that opens it to say."""
-    path = Path(cfg.data.store) / split / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get("closed") and "tokens" in manifest else None
-
-
-def missing_inputs(cfg: RunConfig) -> list[str]:
-    return [f"{cfg.data.store}/{split} (hidden states)" for split in SPLITS if _closed_manifest(cfg, split) is None]
-
-
-def next_commands(cfg: RunConfig) -> list[str]:
-    """The commands that make what is missing, in order, with the overrides of this command line, for the present directory."""
-    stages = ["capture"]
-    if not all((Path(cfg.data.responses) / f"{split}.jsonl").is_file() for split in SPLITS):
-        stages.insert(0, "respond")
-    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith(("dry_run=", "gpus="))]
-    words = given if any(word.startswith("conf=") for word in given) else [f"conf={cfg.name}"]
-    return [shlex.join(["python", os.path.relpath(ROOT / "launch" / f"{stage}.py"), *words]) for stage in stages]
-
-
-def require_inputs(cfg: RunConfig) -> None:
-    """Refuses to train without the hidden states, naming the commands that make them."""
-    missing = missing_inputs(cfg)
-    if missing:
-        raise UserError(f"missing: {', '.join(missing)}. Make it with: {' && '.join(next_commands(cfg))}")
-
-
-def show(found: Plan) -> None:
-    """Prints the plan as a table."""
-    Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(render(found))
-
-
-def render(found: Plan) -> Table:
-    table = Table(title=f"plan of {found.name} on {found.world} GPU{'s' if found.world > 1 else ''}", title_justify="left")
-    table.add_column("part")
-    table.add_column("size", justify="right")
-    table.add_column("how it is reckoned")
-    rows: list[tuple[str, str, str]] = [
-        ("head", f"{found.head_parameters / 1e6:,.1f} M", f"{found.head}, trained parameters"),
-        ("frozen", f"{found.frozen_parameters / 1e6:,.1f} M", "embedding and lm_head of the target"),
-    ]
-    rows += [(part, bytes_text(size), f"per GPU, ZeRO {found.stage}") for part, size in found.memory.items()]
-    rows += [("memory", bytes_text(sum(found.memory.values())), "per GPU, sum of the above; without allocator overhead")]
-    rows += _data_rows(found)
-    table_end = [
-        ("steps", f"{found.steps:,}", f"of up to {found.tokens_per_step:,} tokens{_epochs(found)}"),
-        (
-            "compute",
-            f"{found.flops:.2g} FLOP",
-            f"{time_text(found.hours)} on {found.world} x H100 at {REACHED:.0%} of peak, loading not counted",
-        ),
-    ]
-    for row in rows + table_end:
-        table.add_row(*row)
-    return table
-
-
-def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
-    if found.tokens is None or found.store_bytes is None:
-        return [("tokens", "unknown", "set data.limit and data.heldout_limit to bound them")]
-    how = {"store": "counted in the store", "answers": "from the answers there are", "bound": "at most: every answer at its limit"}
-    fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
-    return [
-        ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{fits}"),
-    ]
-
-
-def _epochs(found: Plan) -> str:
-    if not found.tokens or not found.tokens.total:
-        return ""
-    epochs = found.steps * found.tokens_per_step / found.tokens.total
-    return f": {'at least ' if found.tokens.source == 'bound' else ''}{epochs:.1f} epochs"
-
-
-def bytes_text(size: int) -> str:
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= one:
-            return f"{size / one:,.2f} {unit}"
-    return f"{size / 1e3:,.1f} kB"
-
-
-def time_text(hours: float) -> str:
-    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.1f} min" if hours * 60 >= 1 else f"{hours * 3600:,.1f} s"

@@ -1,4 +1,4 @@
-"""From files to what the loop takes: stores that fit the run, their batches, and a head with its frozen parts."""
+"""From files to what the loop takes: stores that fit the run, or the target itself, batches, and a head with its frozen parts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import torch
 
 from data.batch import Batches
 from data.errors import UserError
-from data.identity import template_hash, tokenizer_hash
+from data.forward import Forward
+from data.identity import check_responses, identity, template_hash, tokenizer_hash
+from data.online import Answers
+from data.sequences import Sequences
 from data.store import Store, check_compatible
 from data.target import fingerprint, frozen, tensors
 from data.vocab import count_supervised, coverage, draft_vocab
+from data.window import Window
 from heads.base import DraftHead
-from train import checkpoint, dist
+from train import checkpoint, dist, inputs, plan
 from train.config import RunConfig
 
 
@@ -21,6 +25,10 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
     """The hidden states of a split. Raises UserError where there are none, or those of another target, tokenizer,
     chat template or set of taps."""
     store = Store(Path(cfg.data.store) / split)
+    if "window" in store.manifest:
+        raise UserError(
+            f"{store.folder}: holds a window of states; set data.window_gb as its capture has it, or data.store to another folder"
+        )
     check_compatible(
         store.manifest,
         fingerprint=fingerprint(target_dir),
@@ -32,7 +40,30 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
     return store
 
 
-def open_batches(cfg: RunConfig, head: DraftHead, store: Store) -> Batches:
+def open_states(cfg: RunConfig, head: DraftHead, target_dir: Path) -> list[Sequences]:
+    """The training and the held-out sequences with their states, from where data.states says. UserError: as open_store, or no answers of
+    this target, or no room for it beside the training."""
+    if "train" in cfg.data.whole_splits:
+        return [open_store(cfg, head, target_dir, split) for split in inputs.SPLITS]
+    train = cfg.train
+    maker, forward = identity(target_dir, cfg.target), None
+    paths = [Path(cfg.data.responses) / f"{split}.jsonl" for split in inputs.SPLITS]
+    for path in paths:
+        check_responses(path, maker)
+    if cfg.data.window_gb is not None:
+        plan.window_sizes(cfg, head, dist.world())
+        place = {"folder": Path(cfg.data.store) / "train", "order": (train.seed, train.micro_tokens)}
+        reads = {"taps": head.taps, "last": head.needs_last, "say": say, "leader": dist.rank() == 0}
+        window = Window(paths[0], cfg.data.max_length, maker, **place, **reads)
+        return [window, open_store(cfg, head, target_dir, "heldout")]
+    if plan.runs_target(cfg, head):
+        say(f"data.states=online: {target_dir} in {cfg.target.dtype} on each rank; no states are stored")
+        taps = tuple(sorted(set(head.taps)))
+        forward = Forward(target_dir, taps, getattr(torch, cfg.target.dtype), dist.device(), cfg.target.trust_remote_code)
+    return [Answers(path, cfg.data.max_length, forward, head.needs_last, maker) for path in paths]
+
+
+def open_batches(cfg: RunConfig, head: DraftHead, store: Sequences) -> Batches:
     train = cfg.train
     share = train.sequence_parallel
     if dist.world() % share:
@@ -40,13 +71,13 @@ def open_batches(cfg: RunConfig, head: DraftHead, store: Store) -> Batches:
     if share > 1 and head.contiguous:
         raise UserError(f"train.sequence_parallel={share}: this head draws its blocks over whole documents; leave it at 1")
     found = Batches(store, head.taps, train.micro_tokens, train.seed, dist.rank(), dist.world(), cfg.data.max_length, share)
-    say(f"{store.folder.name}: {len(store)} sequences, {store.manifest['supervised_tokens']:,} supervised tokens")
+    say(f"{store.folder.stem}: {len(store)} sequences, {store.manifest['supervised_tokens']:,} supervised tokens")
     if found.cut or found.skipped:
         say(f"  data.max_length={cfg.data.max_length}: {found.cut} cut, {found.skipped} left out for want of a supervised token")
     return found
 
 
-def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Store) -> None:
+def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Sequences) -> None:
     """Moves the head to its device and gives it its draft vocabulary, the target's frozen parts, and its first weights."""
     head.to(dist.device())
     if head.draft_vocab_size is not None:
@@ -61,7 +92,7 @@ def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Store) -> No
             _load(head, init)
 
 
-def _draft_ids(cfg: RunConfig, head: DraftHead, store: Store) -> torch.Tensor:
+def _draft_ids(cfg: RunConfig, head: DraftHead, store: Sequences) -> torch.Tensor:
     """The ids of the run's own checkpoint, or of the one it begins with; else the most frequent labels of the store, counted on rank 0."""
     assert head.draft_vocab_size is not None
     saved = checkpoint.latest(Path(cfg.run_dir)) or _init_step(cfg)

@@ -1,0 +1,67 @@
+"""The target's own forward pass in transformers, one sequence at a time: for checks, and for targets small enough to run beside a training.
+
+A sequence by itself, because then its states depend on nothing but its tokens: not on the batch it is read for, nor on the number of
+ranks. From some 200 tokens on a GPU is busy with products rather than with reading weights, so little is lost by it.
+
+Shape suffixes: T tokens of one sequence, L taps, D hidden.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.errors import UserError
+
+
+class Forward:
+    """taps: layers applied, in any order; one for each column of the states. Safe to use from several threads.
+
+    UserError: transformers does not know the target's architecture, or the device has no room for it.
+    """
+
+    def __init__(
+        self, folder: Path, taps: Sequence[int], dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool = False
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        settings: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": trust_remote_code}
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), **settings)
+            model.to(device)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"target {folder}: no room for it on {device}, beside what is there already") from error
+        except (ValueError, ImportError) as error:  # an architecture it does not know, code that it would have to trust, a lacking package
+            raise UserError(f"target {folder}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
+        self.decoder: Any = model.eval().requires_grad_(False).get_decoder()
+        self.taps, self.device = tuple(taps), torch.device(device)
+        self._streams: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+        # The residual stream after t layers is what layer t reads; after all of them, what the final norm reads.
+        readers = [*self.decoder.layers, self.decoder.norm]
+        for tap in set(self.taps):
+            readers[tap].register_forward_pre_hook(lambda _, args, tap=tap: self._streams.__setitem__(tap, args[0]))
+
+    @torch.no_grad()
+    def states(self, token_ids_T: Tensor, exit_layer: int | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        """Residual streams [T, L, D] after `taps` layers and the state [T, D] after the final norm, on the target's device in its dtype.
+
+        exit_layer: the final norm comes after so many layers already, and no stream is returned. options: of the decoder's forward."""
+        layers = self.decoder.layers
+        with self._lock:
+            try:
+                self.decoder.layers = layers[:exit_layer]
+                found = self.decoder(token_ids_T[None].to(self.device), **{"use_cache": False, **options})
+            finally:
+                self.decoder.layers = layers
+            last_TD = found.last_hidden_state[0]
+            streams = [] if exit_layer is not None else [self._streams[tap].view_as(last_TD) for tap in self.taps]
+            self._streams.clear()
+        return torch.stack(streams, 1) if streams else last_TD.new_empty(len(last_TD), 0, last_TD.shape[1]), last_TD

@@ -1,0 +1,63 @@
+"""Answers whose states are worked out when they are asked for: nothing is stored. For targets small enough to run beside the training.
+
+Shape suffixes: T tokens of a sequence, S sequences, L taps, D hidden.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.answers import cut_answers, mask_of, read_answers
+from data.errors import UserError
+from data.forward import Forward
+from data.sequences import Sequences
+from data.states import label_rows
+
+
+class Answers(Sequences):
+    """The answers in a file, in its order, cut to max_length tokens; those without a supervised token within are left out, as capture does.
+
+    forward: works out the states, whose taps it was made with; None where no state is read. last: the policy of a store ("none",
+    "supervised" or "all"). maker: what data.identity says of the target. UserError: no answer is left.
+    """
+
+    def __init__(self, path: Path, max_length: int, forward: Forward | None, last: str, maker: dict[str, Any]) -> None:
+        self.folder, self.forward, self.last = path, forward, last
+        kept = cut_answers(read_answers(path)[0], max_length, path)
+        self.ids = [s["id"] for s in kept]
+        self._tokens = [np.array(s["token_ids"], dtype=np.int32) for s in kept]
+        self._spans = [s["spans"] for s in kept]
+        self.lengths = np.array([len(x) for x in self._tokens], dtype=np.int64)
+        rows = [label_rows(self.tokens(i)[1]) for i in range(len(kept))]
+        self.first_labels = np.array([int(x.byte().argmax()) + 1 if x.any() else len(x) for x in rows], dtype=np.int64)
+        self.manifest = {**maker, "supervised_tokens": sum(int(x.sum()) for x in rows)}
+
+    def tokens(self, i: int, stop: int | None = None) -> tuple[Tensor, Tensor]:
+        """As Store.tokens."""
+        ids = self._tokens[i]
+        return torch.from_numpy(ids[:stop]).long(), torch.tensor(mask_of(self._spans[i], len(ids)))[:stop]
+
+    def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
+        """As Store.get, on the CPU, in the target's dtype. UserError: a state that is NaN or Inf."""
+        ids_T, mask_T = self.tokens(i, stop)
+        found: dict[str, Any] = {"token_ids": ids_T, "loss_mask": mask_T, "taps": None, "last": None}
+        if self.forward is None:
+            assert not taps and self.last == "none", "no states without the target"
+            return found
+        columns = [self.forward.taps.index(tap) for tap in taps]
+        streams_TLD, last_TD = self.forward.states(ids_T)
+        if columns:
+            found["taps"] = streams_TLD[:, columns].cpu()
+        if with_last and self.last != "none":
+            found["last"] = last_TD.cpu()
+            if self.last == "supervised":  # zero rows as in a store that holds no others
+                found["last"][~label_rows(self.tokens(i)[1])[: len(ids_T)]] = 0
+        for key in ("taps", "last"):
+            if found[key] is not None and not found[key].isfinite().all():
+                raise UserError(f"{self.folder}: NaN or Inf in {key} of {self.ids[i]}: delete its line, or set target.dtype=float32")
+        return found

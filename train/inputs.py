@@ -1,0 +1,72 @@
+"""What the stages of a run read, which of it is still to be made, and by which commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from data.errors import UserError
+from data.lock import held
+from data.manifest import CAPTURE
+from data.window import Waiting
+from train import dist
+from train.config import ROOT, RunConfig
+
+SPLITS = ("train", "heldout")
+
+
+def stages(cfg: RunConfig) -> tuple[str, ...]:
+    """What launch/run.py runs, one after the other. UserError: some would have to run side by side."""
+    if cfg.data.window_gb is not None and not cfg.dry_run:
+        raise UserError(
+            "data.window_gb: capture and training run side by side, so start each by itself: launch/respond.py, then launch/capture.py "
+            "and, beside it, launch/train.py, then launch/export.py and launch/evaluate.py"
+        )
+    return () if cfg.dry_run else ("respond", "capture", "train", "export", "evaluate")
+
+
+def closed_manifest(cfg: RunConfig, split: str) -> dict | None:
+    """The manifest of a finished store, else None; what is wrong with a broken one is for the stage that opens it to say."""
+    path = Path(cfg.data.store) / split / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("closed") and "tokens" in manifest else None
+
+
+def missing_inputs(cfg: RunConfig) -> list[str]:
+    if cfg.data.states == "online":
+        return [f"{path} (answers)" for path in answer_files(cfg) if not path.is_file()]
+    if cfg.data.window_gb is not None and not answer_files(cfg)[0].is_file():
+        return [f"{answer_files(cfg)[0]} (answers)"]
+    return [f"{cfg.data.store}/{split} (hidden states)" for split in cfg.data.whole_splits if closed_manifest(cfg, split) is None]
+
+
+def next_commands(cfg: RunConfig) -> list[str]:
+    """The commands that make what is missing, in order, with the overrides of this command line, for the present directory."""
+    stages = ["capture"] if cfg.data.states == "store" else []
+    if not all(path.is_file() for path in answer_files(cfg)):
+        stages.insert(0, "respond")
+    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith(("dry_run=", "gpus="))]
+    words = given if any(word.startswith("conf=") for word in given) else [f"conf={cfg.name}"]
+    return [shlex.join(["python", os.path.relpath(ROOT / "launch" / f"{stage}.py"), *words]) for stage in stages]
+
+
+def answer_files(cfg: RunConfig) -> list[Path]:
+    return [Path(cfg.data.responses) / f"{split}.jsonl" for split in SPLITS]
+
+
+def require_inputs(cfg: RunConfig) -> None:
+    """Refuses to train without the hidden states, or what they are worked out from, naming the commands that make them."""
+    waiting = Waiting(lambda text: print(text, flush=True) if dist.rank() == 0 else None)
+    while cfg.data.window_gb is not None and missing_inputs(cfg) and held(Path(cfg.data.store)):
+        waiting.on("the held-out states come first", Path(cfg.data.store), "capture", CAPTURE)
+        time.sleep(1)
+    missing = missing_inputs(cfg)
+    if missing:
+        raise UserError(f"missing: {', '.join(missing)}. Make it with: {' && '.join(next_commands(cfg))}")
