@@ -48,12 +48,6 @@ class Reference:
         # (residual streams [T, layers + 1, D], last [T, D]) of token ids [T]
         self.states = self.forward.states
 
-    def empty_cache(self) -> Any:
-        """Of keys and values. Its layers hold every token, also where the model's config would let go of those beyond a window."""
-        from transformers import DynamicCache
-
-        return DynamicCache()
-
 
 def identity_faults(manifest: dict[str, Any], target_dir: Path) -> list[Fault]:
     faults = []

@@ -65,3 +65,10 @@ class Forward:
             streams = [] if exit_layer is not None else [self._streams[tap].view_as(last_TD) for tap in self.taps]
             self._streams.clear()
         return torch.stack(streams, 1) if streams else last_TD.new_empty(len(last_TD), 0, last_TD.shape[1]), last_TD
+
+    @staticmethod
+    def empty_cache() -> Any:
+        """Of keys and values, for `states`. It holds every token, also where the model's config would let go of those beyond a window."""
+        from transformers import DynamicCache
+
+        return DynamicCache()

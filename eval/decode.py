@@ -47,7 +47,7 @@ class Reader:
 
     def forget(self) -> None:
         self.text: list[int] = []
-        self.cache = self.model.empty_cache()
+        self.cache = self.model.forward.empty_cache()
 
     def forward(self, tokens: list[int], parents: list[int]) -> States:
         """Reads a tree after the text: every node sees the text, its ancestors and itself, at the position of its depth. `keep` must

@@ -27,7 +27,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def test_a_step_has_the_same_size_in_every_direction(tmp_path: Path, store: Path) -> None:
-    """The matrix [11, 8] moves by lr * sqrt(11 / 8) times an orthogonal one, as near as five Newton-Schulz rounds come; the norm by AdamW."""
+    """The matrix [11, 8] moves by lr * sqrt(11 / 8) times an orthogonal one, as near as five Newton-Schulz rounds come."""
     settings = {"train.steps": 1, "optim.schedule": "constant", "optim.warmup": 0.0, "optim.weight_decay": 0.0}
     cfg = make_config(tmp_path, store, **MUON, **settings)
     torch.manual_seed(cfg.train.seed)

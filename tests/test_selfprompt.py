@@ -48,14 +48,23 @@ def test_what_has_no_end_or_no_words_or_was_there_before_is_left_out(tokenizer):
         ids = {"prompt_ids": [1, *tokenizer(begins)["input_ids"]], "response_ids": tokenizer(text)["input_ids"]}
         return {"id": f"{name}#0", "meta": {"category": "chat"}, **ids, "finish_reason": reason}
 
-    answers = [answer("d", " is a lighthouse?", begins="What"), answer("a", "Write a poem about tea."), answer("b", "write a poem about tea. ")]
+    answers = [
+        answer("d", " is a lighthouse?", begins="What"),
+        answer("a", "Write a poem about tea."),
+        answer("b", "write a poem about tea. "),
+    ]
     answers += [answer("c", "What is the endless", "length"), answer("e", "Hm?")]
     found = usable(answers, tokenizer, 1)
-    assert [(record.id, record.messages[0]["content"]) for record in found] == [("a", "Write a poem about tea."), ("d", "What is a lighthouse?")]
+    assert [(record.id, record.messages[0]["content"]) for record in found] == [
+        ("a", "Write a poem about tea."),
+        ("d", "What is a lighthouse?"),
+    ]
     assert all(record.meta == {"category": "chat", "split": "train"} for record in found)
 
 
-@pytest.mark.parametrize("text", ["Why?", "Why so?", "  One two\nthree  four five six seven eight nine ten", "Gökyüzü neden\u2028mavi görünür?"])
+@pytest.mark.parametrize(
+    "text", ["Why?", "Why so?", "  One two\nthree  four five six seven eight nine ten", "Gökyüzü neden\u2028mavi görünür?"]
+)
 def test_an_opening_is_whole_words_of_the_first_turn_and_leaves_some(text):
     record = ChatRecord("a", [{"role": "system", "content": "Be kind."}, {"role": "user", "content": text}], {})
     words, shares = text.split(), set()
@@ -66,7 +75,7 @@ def test_an_opening_is_whole_words_of_the_first_turn_and_leaves_some(text):
         assert found.split() == words[:count] and (count < len(words) or len(words) == 1)
         shares.add(count / len(words))
     assert len(words) < 4 or len(shares) > 1
-    assert len(words) < 8 or OPENING[0] - 1 / len(words) < min(shares) < max(shares) <= OPENING[1] 
+    assert len(words) < 8 or OPENING[0] - 1 / len(words) < min(shares) < max(shares) <= OPENING[1]
 
 
 def test_a_prompt_begins_as_another_does_and_is_of_its_kind(tokenizer):

@@ -43,21 +43,10 @@ def check(run: RunConfig, root: Path) -> None:
     need("data.states_dtype", lambda v: v in STATES_DTYPES, f"one of {', '.join(STATES_DTYPES)}")
     for key in ("train.dtype", "target.dtype"):
         need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
-    for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
-        need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
-    need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-    for key in ("optim.lr", "optim.adam_lr"):
-        need(key, lambda v: math.isfinite(v) and v > 0, "a positive number")
-    need("optim.algorithm", lambda v: v in ALGORITHMS, f"one of {', '.join(ALGORITHMS)}")
-    need("optim.momentum", lambda v: 0 <= v < 1, "in [0, 1)")
-    need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
-    if run.optim.algorithm == "muon":  # DeepSpeed would clip the updates, whose norm says nothing of the gradient's
-        need("optim.clip", lambda v: v == 0, "0 with optim.algorithm=muon: the size of its updates does not depend on the gradient's")
     need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")
     need("data.server", lambda v: v is None or v.startswith(("http://", "https://")), "an address, as http://host:8000/v1, or null")
     for key in "data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed".split():
         need(key, lambda v: 0 <= v < math.inf, "0 or more")
-    need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
     most = run.data.max_store_gb if run.data.states == "store" else 0
     allowed = f"null or a number of gigabytes up to data.max_store_gb={most:g}" if most else "null with data.states=online"
     need("data.window_gb", lambda v: v is None or 0 < v <= most, allowed)
@@ -67,6 +56,7 @@ def check(run: RunConfig, root: Path) -> None:
     need("name", lambda v: bool(v.strip()), "a name")
     need("data.sampling.top_p", lambda v: 0 < v <= 1, "in (0, 1]")
     need("export.quantization", lambda v: v in (None, *QUANTIZATION), f"null or one of {', '.join(QUANTIZATION)}")
+    _check_optim(run, need)
     _check_eval(run, need)
     _check_groups(run, root)
 
@@ -74,6 +64,20 @@ def check(run: RunConfig, root: Path) -> None:
 def _ascending(value: Any) -> bool:
     numbers = value if isinstance(value, list) else [value]
     return bool(numbers) and all(type(n) is int and n >= 1 for n in numbers) and numbers == sorted(set(numbers))
+
+
+def _check_optim(run: RunConfig, need: Callable[[str, Callable[[Any], bool], str], None]) -> None:
+    for key in ("optim.lr", "optim.adam_lr"):
+        need(key, lambda v: math.isfinite(v) and v > 0, "a positive number")
+    need("optim.algorithm", lambda v: v in ALGORITHMS, f"one of {', '.join(ALGORITHMS)}")
+    need("optim.momentum", lambda v: 0 <= v < 1, "in [0, 1)")
+    need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
+    if run.optim.algorithm == "muon":  # DeepSpeed would clip the updates, whose norm says nothing of the gradient's
+        need("optim.clip", lambda v: v == 0, "0 with optim.algorithm=muon: the size of its updates does not depend on the gradient's")
+    for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
+        need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
+    need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+    need("optim.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers in [0, 1)")
 
 
 def _check_eval(run: RunConfig, need: Callable[[str, Callable[[Any], bool], str], None]) -> None:
