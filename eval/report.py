@@ -47,6 +47,8 @@ def comparison(report: dict[str, Any]) -> str:
     if offline["unjudged_drafts"]:
         text += f" (offline up to {most:.3f}: {offline['unjudged_drafts']} drafts lie beyond the ends of the answers, "
         text += "where only the engine can judge)"
+    if head["lossless"] < 1:
+        text += f". {1 - head['lossless']:.0%} of the engine's answers part from the plain ones, along which the module walks"
     if here - 0.05 <= there <= most + 0.05:
         return text + ". They agree."
     found = "They differ by more than 0.05: training and serving do not compute the same. Look at the dtype first"

@@ -136,6 +136,13 @@ def test_offline_and_engine_agree_within_rounding_and_unjudged_drafts(offline, u
     assert ("They agree" in comparison(with_offline(made(), offline, unjudged))) == agree
 
 
+def test_a_comparison_along_other_texts_says_so():
+    report = with_offline(made(), 2.1)
+    assert "part from" not in comparison(report)
+    next(method for method in report["methods"] if method["method"] == "head")["lossless"] = 0.25
+    assert "75% of the engine's answers part from the plain ones" in comparison(report)
+
+
 def test_terminal_table_fits_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     write(made(), tmp_path)
