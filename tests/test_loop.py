@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 from data.batch import Batches
 from data.errors import UserError
 from data.store import Store
-from tests.toy import ROOT, ToyHead, make_config, make_store, read_metrics, train
+from tests.toy import ROOT, ToyHead, make_config, make_store, on_two_ranks, read_metrics, train
 from train import checkpoint, dist
 from train.loop import seed_of
 
@@ -53,14 +50,7 @@ def test_two_ranks_give_the_golden_losses_resume_and_uneven_validation(tmp_path:
         ]
     jobs += [{"run_dir": "shared", "noise": 0.0, "set": {"train.sequence_parallel": 2, "train.accum": 2}}]
     jobs += [{"run_dir": "uneven", "set": {"zero.stage": 3, "train.micro_tokens": 2000, "train.steps": 2}}]
-    for job in jobs:
-        job |= {"run_dir": str(tmp_path / job["run_dir"]), "store": str(store)}
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(ROOT / "tests/toy.py"), str(tmp_path / "jobs.json")], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_two_ranks(tmp_path, store, jobs)
     for stage in (1, 2, 3):
         assert losses(tmp_path / f"stage{stage}") == pytest.approx(GOLDEN, rel=1e-6)
     for one, other in (("stage2", "broken"), ("halves", "broken_halves")):

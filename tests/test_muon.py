@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from data.errors import UserError
-from tests.toy import ROOT, ToyHead, make_config, make_store, read_metrics, train
+from tests.toy import ROOT, ToyHead, make_config, make_store, on_two_ranks, read_metrics, train
 from train import checkpoint, checks
 
 MUON = {"optim.algorithm": "muon", "optim.clip": 0.0, "optim.lr": 0.02, "optim.adam_lr": 0.05}
@@ -46,14 +43,7 @@ def test_any_split_takes_the_same_steps_and_a_resume_is_the_whole_run(tmp_path: 
         jobs += [{**job, "run_dir": job["run_dir"] + "broken"}]
     train(make_config(tmp_path / "resized", store, **MUON, **{"train.steps": 5, "train.accum": 2}))
     jobs += [{"run_dir": "resized", "set": MUON, "error": "goes on with as many ranks as before, 1"}]
-    for job in jobs:
-        job |= {"run_dir": str(tmp_path / job["run_dir"]), "store": str(store)}
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(ROOT / "tests/toy.py"), str(tmp_path / "jobs.json")], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_two_ranks(tmp_path, store, jobs)
     for stage in (1, 2, 3):
         train(make_config(tmp_path / f"one{stage}", store, **{**MUON, "train.accum": 2, "zero.stage": stage}))
         assert losses(tmp_path / f"one{stage}") == pytest.approx(losses(tmp_path / "one1"), rel=1e-3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,14 @@ def train(cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead
 
         batches.step = step
     return fit(cfg, Engine(head, cfg), batches, Batches(*data))
+
+
+def on_two_ranks(folder: Path, store: Path, jobs: list[dict[str, Any]]) -> None:
+    """The jobs one after another in one launch; run_dir is in `folder`."""
+    (folder / "jobs.json").write_text(json.dumps([job | {"run_dir": str(folder / job["run_dir"]), "store": str(store)} for job in jobs]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*torchrun, __file__, str(folder / "jobs.json")], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def read_metrics(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
