@@ -89,7 +89,7 @@ def spoil_latest(run_dir: Path) -> None:
     [
         (spoil_world, {}, ["4 ranks x train.accum=1 = 4 micro-batches, now it is 1 x 1", "set train.accum=4"]),
         (spoil_latest, {}, ["latest names step-000077", "step-000002"]),
-        (None, {"optim.lr": 0.5}, ["belongs to another run", "optim", "0.5"]),
+        (None, {"optim.lr": 0.5}, ["belongs to another run: optim.lr was 0.05, is 0.5."]),
         (None, {"train.micro_tokens": 99}, ["train.micro_tokens was 40, is 99"]),
         (None, {"data.max_length": 9}, ["data.max_length was 4096, is 9"]),
     ],

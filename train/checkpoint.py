@@ -142,9 +142,15 @@ def _changed(old: Any, new: Any, keys: tuple[str, ...] = FIXED) -> list[str]:
         before, now = old, new
         for part in key.split("."):
             before, now = before[part], now[part]
-        if before != now:
-            found.append(f"{key} was {before}, is {now}")
+        found += _differences(key, before, now)
     return found
+
+
+def _differences(key: str, before: Any, now: Any) -> list[str]:
+    """The single values that differ, each under its own key; a key that one side lacks has None there."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [text for k in sorted(before | now) for text in _differences(f"{key}.{k}", before.get(k), now.get(k))]
+    return [] if before == now else [f"{key} was {before}, is {now}"]
 
 
 def load_head(folder: Path) -> dict[str, Tensor]:
