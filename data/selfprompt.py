@@ -30,7 +30,10 @@ MARK = "self:"
 
 
 def split_sources(sources: list[str]) -> tuple[list[str], int]:
-    """The sources of data.prompts that exist, and how many prompts the target is asked to write. UserError: `self:` without a number."""
+    """The sources of data.prompts that exist, and how many prompts the target is asked to write. UserError: `self:` without a number, or
+    with a weight."""
+    if weighted := [source for source in sources if f"*{MARK}" in source]:
+        raise UserError(f"data.prompts: {weighted[0]}: {MARK}<n> takes no weight; n says how many prompts the target is to write")
     counts = [source.removeprefix(MARK) for source in sources if source.startswith(MARK)]
     if bad := [count for count in counts if not count.isdecimal() or int(count) < 1]:
         raise UserError(f"data.prompts: {MARK}{bad[0]} must be {MARK}<n>, n the number of prompts that the target is to write, 1 or more")

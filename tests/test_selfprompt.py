@@ -103,7 +103,9 @@ def test_the_engine_writes_them_and_a_second_call_goes_on(tmp_path):
         assert all(draft["prompt_ids"] == user_prefix(load_tokenizer(target, False)) for draft in drafts)
 
 
-@pytest.mark.parametrize("sources", [["self:"], ["a.jsonl", "self:x"], ["self:0"], ["self:-3"], ["self:2", "self:3"]])
+@pytest.mark.parametrize(
+    "sources", [["self:"], ["a.jsonl", "self:x"], ["self:0"], ["self:-3"], ["self:2", "self:3"], ["a.jsonl", "2*self:3"]]
+)
 def test_how_many_must_be_said_once(sources):
     with pytest.raises(UserError, match=r"data.prompts: .*self:"):
         split_sources(sources)
