@@ -94,7 +94,7 @@ def test_page_begins_with_the_result_and_shows_every_part(tmp_path):
     (tmp_path / "provenance.json").write_text('{"command": "torchrun launch/train.py", "git": {"commit": "abc", "dirty": true}}')
     report, html = written(with_offline(made(), 2.1), tmp_path)
     assert html.index("The head accepts 1.11 of 3 drafts per pass: 2.00 tokens per target pass, 1.67x") < html.index("<section>")
-    for part in ("vllm serve", "turkish (1 prompt)", "chat (2 prompts)", "draft 3", "optimizer steps", "commit abc", "tok/s"):
+    for part in ("openai.api_server", "turkish (1 prompt)", "chat (2 prompts)", "draft 3", "optimizer steps", "commit abc", "tok/s"):
         assert part in html, part
     assert "a &lt;b&gt;" in html and "<b>here" not in html
     assert report["provenance"]["git"]["commit"] == "abc"
