@@ -34,15 +34,15 @@ def combinations(argv: list[str]) -> list[list[str]]:
 def run_name(combination: list[str], varied: set[str]) -> str:
     """A run folder's name that tells the combination: the conf, then each key that the sweep varies."""
     values = dict(word.split("=", 1) for word in combination)
-    parts = [values["conf"], *(f"{key.rpartition('.')[2]}={values[key]}" for key in sorted(varied - {"conf"}))]
-    return "sweep/" + re.sub(r"[^\w.=-]", "_", "-".join(parts))
+    parts = [values["conf"], *(f"{key.rpartition('.')[2]}_{values[key]}" for key in sorted(varied - {"conf"}))]
+    return "sweep/" + re.sub(r"[^\w.-]", "_", "-".join(parts))
 
 
 def plan(argv: list[str], untrained: bool) -> list[tuple[str, list[str]]]:
     """(run name, arguments of launch/run.py) of every run. UserError: no conf, or a name of one's own for many runs."""
     keys = [word.partition("=")[0] for word in argv]
     if "conf" not in keys or "name" in keys or "run_dir" in keys:
-        raise UserError("a sweep wants conf=<name>[,<name>...] and names its runs itself: runs/sweep/<conf>-<key>=<value>")
+        raise UserError("a sweep wants conf=<name>[,<name>...] and names its runs itself: runs/sweep/<conf>-<key>_<value>")
     runs, found = [], combinations(argv)
     varied = {word.partition("=")[0] for word in argv if len(combinations([word])) > 1}
     for combination in found:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from data.errors import UserError
 from eval import sweep
+from train.config import load
 
 
 def test_values_parted_by_commas_make_every_combination():
@@ -21,10 +22,15 @@ def test_values_parted_by_commas_make_every_combination():
 def test_each_run_is_named_after_what_is_varied():
     runs = sweep.plan(["conf=a", "optim.lr=1e-3,2e-3", "train.steps=5"], untrained=True)
     names = [name for name, _ in runs]
-    assert names == [f"sweep/a-lr={lr}{end}" for lr in ("1e-3", "2e-3") for end in ("", "_untrained")]
-    assert runs[0][1] == ["conf=a", "optim.lr=1e-3", "train.steps=5", "name=sweep/a-lr=1e-3"]
+    assert names == [f"sweep/a-lr_{lr}{end}" for lr in ("1e-3", "2e-3") for end in ("", "_untrained")]
+    assert runs[0][1] == ["conf=a", "optim.lr=1e-3", "train.steps=5", "name=sweep/a-lr_1e-3"]
     assert runs[3][1][-3:] == ["train.steps=1", "optim.lr=1e-12", "eval.methods=[none,head]"]
     assert [name for name, _ in sweep.plan(["conf=a,b", "head.loss=0.1*ce+0.9*tv"], untrained=False)] == ["sweep/a", "sweep/b"]
+
+
+def test_the_name_of_a_run_is_a_word_that_the_command_line_takes():
+    for name, words in sweep.plan(["conf=tiny_eagle3", "optim.lr=1e-3,2e-3", "head.loss=0.1*ce+0.9*tv,kl"], untrained=True):
+        assert load(words).name == name
 
 
 @pytest.mark.parametrize("argv", [["x=1"], ["conf=a", "name=mine"], ["conf=a", "run_dir=mine"]])
