@@ -187,13 +187,18 @@ def _shard_faults(shard: dict[str, Any]) -> list[str]:
 
 
 def _flat(value: Any, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         return {key: value}
     return {name: leaf for part, inner in value.items() for name, leaf in _flat(inner, f"{key}.{part}").items()}
 
 
+def unequal(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(key.subkey, value before, value now) of every single value that differs; None where one side lacks it."""
+    old, new = _flat(before, key), _flat(now, key)
+    return [(name.removeprefix("."), old.get(name), new.get(name)) for name in {**new, **old} if old.get(name) != new.get(name)]
+
+
 def differences(store: dict[str, Any], run: dict[str, Any]) -> list[str]:
     """What `run` says otherwise than the manifest of `store`, as `key.subkey: the store has .., this run ..`."""
-    here, there = _flat(run, ""), _flat({key: store.get(key) for key in run}, "")
-    unequal = [key for key in {**here, **there} if here.get(key) != there.get(key)]
-    return [f"{key[1:]}: the store has {there.get(key)!r}, this run {here.get(key)!r}" for key in unequal]
+    there = {key: store.get(key) for key in run}
+    return [f"{key}: the store has {old!r}, this run {new!r}" for key, old, new in unequal(there, run)]

@@ -18,6 +18,7 @@ from data.chat import all_prompt_ids, load_tokenizer
 from data.check import Reference
 from data.engine_job import stop_ids
 from data.errors import UserError
+from data.manifest import replace_text
 from data.record import ChatRecord
 from eval.accept import Counts, block_verify, figures, rejection_sample
 from eval.decode import Answer, Drafter, Reader, Verify, decode, greedily, no_drafts, of_head, sampled
@@ -155,9 +156,7 @@ def show(report: dict[str, Any], run_dir: Path) -> None:
     """Writes run_dir/eval/trees.json atomically and prints the table."""
     path = run_dir / "eval" / "trees.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
     table = Table(title=f"{report['name']}: {report['prompts']['count']} prompts, offline, float32", box=SIMPLE, padding=(0, 1, 0, 0))
     for column in ("drafter", "", "drafts\nverified", "acceptance\nlength", "tokens\nper pass", "equal\nto plain"):
         table.add_column(column, justify="left" if column in ("drafter", "") else "right")

@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from data.manifest import replace_text
 from eval.advice import advice, choices_text, commands, find, is_grid, reasons
 from eval.html import page
 from eval.methods import label
@@ -117,9 +118,7 @@ def write(report: dict[str, Any], run_dir: Path) -> None:
         ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
         ("report.html", page(report, texts, history(run_dir))),
     ):
-        temporary = folder / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder / name)
+        replace_text(folder / name, text)
     show(report, run_dir)
 
 

@@ -8,22 +8,16 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from data.errors import UserError
-from data.files import read_object
 from data.target import resolve
 from eval.export import check_fingerprint, export_head, read_export, trained_head
-from train.checkpoint import check_head, latest, load_head
+from train.checkpoint import load_head, trained
 from train.config import RunConfig, main
 
 
 def export(cfg: RunConfig) -> None:
     run_dir = Path(cfg.run_dir)
-    step = latest(run_dir)
-    if step is None:
-        raise UserError(f"{run_dir}: no checkpoint yet; train first with `python launch/train.py conf=<name>`")
-    check_head(step, cfg.head)
-    again = "`python launch/train.py conf=<name>` writes it again"
-    provenance = {**read_object(run_dir / "provenance.json", again), "checkpoint": step.name}
+    step, provenance = trained(run_dir, cfg.head)
+    provenance["checkpoint"] = step.name
     target_dir = resolve(cfg.target, ROOT)
     check_fingerprint(provenance["target"]["fingerprint"], target_dir)
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")

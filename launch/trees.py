@@ -8,24 +8,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from data.errors import UserError
-from data.files import read_object
 from data.prompts import read_prompts, select
 from data.selfprompt import split_sources
 from data.target import resolve
 from eval.compare import SHAPED_ON, compare, show
 from eval.export import check_fingerprint, trained_head
-from train.checkpoint import check_head, latest, load_head
+from train.checkpoint import load_head, trained
 from train.config import ROOT, RunConfig, main
 
 
 def run(cfg: RunConfig) -> None:
     run_dir, target_dir = Path(cfg.run_dir), resolve(cfg.target, ROOT)
-    step = latest(run_dir)
-    if step is None:
-        raise UserError(f"{run_dir}: no checkpoint yet; train first with `python launch/train.py conf=<name>`")
-    check_head(step, cfg.head)
-    provenance = read_object(run_dir / "provenance.json", "`python launch/train.py conf=<name>` writes it again")
+    step, provenance = trained(run_dir, cfg.head)
     check_fingerprint(provenance["target"]["fingerprint"], target_dir)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, device)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.files import read_object
-from data.manifest import replace_text
+from data.manifest import replace_text, unequal
 from train import dist
 from train.config import ROOT, RunConfig, to_yaml
 from train.engine import Engine
@@ -129,6 +129,15 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
     return state["step"]
 
 
+def trained(run_dir: Path, head_cfg: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The latest checkpoint of a run and the run's provenance. UserError: none yet, or of another head section."""
+    step = latest(run_dir)
+    if step is None:
+        raise UserError(f"{run_dir}: no checkpoint yet; train first with `python launch/train.py conf=<name>`")
+    check_head(step, head_cfg)
+    return step, read_object(run_dir / "provenance.json", "`python launch/train.py conf=<name>` writes it again")
+
+
 def check_head(folder: Path, head_cfg: dict[str, Any]) -> None:
     """Refuses (UserError) a head section that is not the trained one: some of its switches change no weight, only the sums."""
     trained = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -142,15 +151,8 @@ def _changed(old: Any, new: Any, keys: tuple[str, ...] = FIXED) -> list[str]:
         before, now = old, new
         for part in key.split("."):
             before, now = before[part], now[part]
-        found += _differences(key, before, now)
+        found += [f"{name} was {old_value}, is {new_value}" for name, old_value, new_value in unequal(before, now, key)]
     return found
-
-
-def _differences(key: str, before: Any, now: Any) -> list[str]:
-    """The single values that differ, each under its own key; a key that one side lacks has None there."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return [text for k in sorted(before | now) for text in _differences(f"{key}.{k}", before.get(k), now.get(k))]
-    return [] if before == now else [f"{key} was {before}, is {now}"]
 
 
 def load_head(folder: Path) -> dict[str, Tensor]:
