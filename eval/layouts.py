@@ -27,7 +27,7 @@ TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 # Architectures without a Llama block read none of LLAMA_KEYS; those of the plug-in keep their own keys in draft_config.
 MEDUSA_KEYS = "model_type hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias original_lm_head".split()
 PLUGIN_KEYS = {
-    "Eagle3HydraDraft": ["depths", "target_hidden_size", "step_mode", "num_layers", "own_lm_heads"],
+    "Eagle3HydraDraft": ["depths", "target_hidden_size", "step_mode", "num_layers", "own_lm_heads", "prefix_layer"],
     "Eagle3MLPDraft": ["depths", "target_hidden_size", "step_mode", "inner_dim", "tie_weights", "scale_input"],
 }
 
@@ -227,7 +227,7 @@ def medusa(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
 
 
 def hydra(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
-    """The first block of depth k reads the state and k + 1 embeddings."""
+    """The first block of depth k reads the state and k + 1 embeddings. Hydra++ has a decoder layer before them."""
     draft = config["draft_config"]
     size, shapes = draft["target_hidden_size"], {}
     for k in range(draft["depths"]):
@@ -235,6 +235,8 @@ def hydra(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
             shapes |= {f"blocks.{k}.{name}.weight": (size, (k + 2) * size), f"blocks.{k}.{name}.bias": (size,)}
         for j in range(1, draft["num_layers"]):
             shapes |= {f"blocks.{k}.{j}.linear.weight": (size, size), f"blocks.{k}.{j}.linear.bias": (size,)}
+    if draft["prefix_layer"]:
+        shapes |= _block(draft["prefix_layer"], "prefix_layer.", size)
     if draft["own_lm_heads"]:
         shapes |= {f"lm_heads.{k}.weight": (config["vocab_size"], size) for k in range(draft["depths"])}
     return shapes, set()

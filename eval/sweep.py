@@ -49,7 +49,7 @@ def plan(argv: list[str], untrained: bool) -> list[tuple[str, list[str]]]:
         name = run_name(combination, varied)
         runs.append((name, [*combination, f"name={name}"]))
         if untrained:
-            barely = ["train.steps=1", "optim.lr=1e-12", "eval.methods=[none,head]"]
+            barely = ["train.steps=1", "optim.lr=1e-12", "eval.methods=[none,head]", "eval.limit=8"]
             runs.append((name + SUFFIX, [*combination, f"name={name}{SUFFIX}", *barely]))
     return runs
 

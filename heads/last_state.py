@@ -1,8 +1,8 @@
 """What feed-forward heads on the target's last state share (Medusa, Hydra heads, IBM's MLP).
 
 Depth k of row t reads z_t, the target's state after its final norm, and of the tokens x_{t+1} .. x_{t+1+k} as many as the head
-looks at; it predicts x_{t+2+k}. No attention: what a row drafts depends on no other row. Training feeds the true tokens, drafting
-the drafted ones. Every depth has parameters of its own, so a head drafts at most as many tokens as it has depths.
+looks at; it predicts x_{t+2+k}. No depth has attention of its own. Training feeds the true tokens, drafting the drafted ones. Every
+depth has parameters of its own, so a head drafts at most as many tokens as it has depths.
 
 Shape suffixes: T packed tokens, R rows of them that have a label, D hidden, V vocab.
 """
@@ -66,9 +66,9 @@ class LastStateHead(ChainHead):
     def head_rows(self, k: int) -> Tensor:
         return self.get_parameter(f"lm_heads.{k}.weight") if self.lm_heads else self.frozen.lm_head_VD
 
-    def first_state(self, last_RD: Tensor) -> Tensor:
-        """What depth 0 reads of the target's last state."""
-        return last_RD
+    def first_state(self, last_TD: Tensor, docs: Documents) -> Tensor:
+        """[R, *] what depth 0 reads of the target's last state, at the needed rows of `docs`."""
+        return docs.needed.of(last_TD)
 
     def step(self, k: int, state: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor]:
         """Depth k. state [R, *] of the depth before; token_R: x_{t+1+k}, int64. Returns (input of lm_head [R, *], state for the next
@@ -83,7 +83,7 @@ class LastStateHead(ChainHead):
         docs.need(labels.row_KL)
         labels.row_KL = docs.needed.place(labels.row_KL)
         assert batch.last_TD is not None
-        state, x_KRD = self.first_state(docs.needed.of(batch.last_TD)), []
+        state, x_KRD = self.first_state(batch.last_TD, docs), []
         for k in range(self.depths):
             index_T, _ = docs.shifted(1 + k)
             x_RD, state = self.step(k, state, batch.token_ids_T[docs.needed.of(index_T)])
@@ -94,8 +94,9 @@ class LastStateHead(ChainHead):
     def propose(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         self.check_drafts(k)
         assert batch.last_TD is not None
-        index_T, _ = Documents(batch.offsets_S1, batch.token_ids_T.device).shifted(1)
-        tokens_T, state = batch.token_ids_T[index_T], self.first_state(batch.last_TD)
+        docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
+        index_T, _ = docs.shifted(1)
+        tokens_T, state = batch.token_ids_T[index_T], self.first_state(batch.last_TD, docs)
         drafts, log_q = [], []
         for i in range(k):
             x_TD, state = self.step(i, state, tokens_T)
@@ -108,7 +109,9 @@ class LastStateHead(ChainHead):
     def levels(self, batch: Batch) -> Levels:
         """As heads.recurrent.RecurrentHead.levels; ends after head.depths levels."""
         assert batch.last_TD is not None
-        tokens_R, state = batch.token_ids_T[-1:], self.first_state(batch.last_TD[-2:-1])
+        docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
+        docs.repeat(len(batch.token_ids_T) - 2, 1)
+        tokens_R, state = batch.token_ids_T[-1:], self.first_state(batch.last_TD, docs)
         for k in range(self.depths):
             x_RD, state = self.step(k, state, tokens_R)
             parent_R, tokens_R = yield self.log_q(x_RD, k)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heads.attention import Documents
 from heads.base import Export, TargetSpec
 from heads.last_state import LastStateHead, plugin_config
 from heads.layers import RMSNorm
@@ -79,7 +80,8 @@ class MLPSpeculator(LastStateHead):
     def head_rows(self, k: int) -> Tensor:
         return self.get_parameter(f"head.{0 if self.tied else k}.weight")
 
-    def first_state(self, last_RD: Tensor) -> Tensor:
+    def first_state(self, last_TD: Tensor, docs: Documents) -> Tensor:
+        last_RD = super().first_state(last_TD, docs)
         return F.rms_norm(last_RD, last_RD.shape[-1:], eps=EPS) / math.sqrt(2) if self.scale_input else last_RD
 
     def step(self, k: int, state: Tensor, token_R: Tensor) -> tuple[Tensor, Tensor]:

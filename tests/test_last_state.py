@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SPEC, batch_of, document, ready
 from safetensors.torch import load_file, save_file
+from test_recurrence import block
 
 from data.builtin import build_tiny
 from data.errors import UserError
@@ -21,12 +22,14 @@ from heads import build
 
 MEDUSA = {"_target_": "heads.medusa.Medusa"}
 HYDRA = {"_target_": "heads.hydra_heads.HydraHeads"}
+PLUS = HYDRA | {"prefix_layer": True}
 MLP = {"_target_": "heads.mlp_speculator.MLPSpeculator"}
 CASES = {
     "medusa": MEDUSA,
     "medusa_two_layers_own_lm_heads": MEDUSA | {"num_layers": 2, "train_lm_head": True, "depths": 3},
     "hydra": HYDRA,
     "hydra_three_layers_own_lm_heads": HYDRA | {"num_layers": 3, "train_lm_head": True, "depths": 3},
+    "hydra_plus": HYDRA | {"num_layers": 2, "prefix_layer": True},
     "mlp_tied": MLP,
     "mlp_tied_narrow_unscaled": MLP | {"inner_dim": 24, "scale_input": False, "depths": 2},
     "mlp_untied_wide": MLP | {"inner_dim": 96, "tie_weights": False, "depths": 3},
@@ -60,6 +63,11 @@ def mlp_logits(head, w, z, tokens):
     return out
 
 
+def states_of(last, w):
+    """What depth 0 of each anchor of one document is told: the last states, or Hydra++'s layer over them."""
+    return block(w, "prefix_layer", last) if "prefix_layer.input_layernorm.weight" in w else last
+
+
 def logits_of(head, z, tokens, w):
     """Logits [V] of every depth for one anchor: z its state, tokens what each depth is told, x_{t+1} first."""
     if "emb.0.weight" in w:
@@ -83,9 +91,10 @@ def test_drafts_equal_a_decode_of_one_anchor_at_a_time(pair):
     head, batch = pair
     drafts, log_q = head.propose(batch, head.depths)
     for start, single in ((0, document(batch, 0)), (8, document(batch, 1))):
+        states = states_of(single.last_TD, head.state_dict())
         for t in range(len(single.token_ids_T) - 1):
             fed = [int(single.token_ids_T[t + 1]), *drafts[start + t].tolist()]
-            for k, logits in enumerate(logits_of(head, single.last_TD[t], fed[: head.depths], head.state_dict())):
+            for k, logits in enumerate(logits_of(head, states[t], fed[: head.depths], head.state_dict())):
                 assert int(logits.argmax()) == int(drafts[start + t, k])
                 torch.testing.assert_close(logits.log_softmax(-1).max().float(), log_q[start + t, k], rtol=1e-4, atol=1e-4)
 
@@ -96,10 +105,10 @@ def test_loss_and_gradients_equal_a_naive_loop(pair):
     w = {name: value.detach().clone().requires_grad_() for name, value in head.named_parameters()}
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(head.depths)]
     for single in (document(batch, 0), document(batch, 1)):
-        x, n = single.token_ids_T.tolist(), len(single.token_ids_T)
+        x, n, states = single.token_ids_T.tolist(), len(single.token_ids_T), states_of(single.last_TD, w)
         for t in range(n - 2):
             told = [x[min(t + 1 + k, n - 1)] for k in range(head.depths)]
-            for k, logits in enumerate(logits_of(head, single.last_TD[t], told, w)):
+            for k, logits in enumerate(logits_of(head, states[t], told, w)):
                 if t + 2 + k < n and single.loss_mask_T[t + 2 + k]:
                     log_p = (head.frozen.lm_head_VD @ single.last_TD[t + 1 + k]).log_softmax(-1)
                     sums[k] = sums[k] + (log_p.exp() * (log_p - logits.log_softmax(-1))).sum()
@@ -112,7 +121,7 @@ def test_loss_and_gradients_equal_a_naive_loop(pair):
         torch.testing.assert_close(parameter.grad, w[name].grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("conf", [MEDUSA, HYDRA, MEDUSA | {"train_lm_head": True, "num_layers": 2}, HYDRA | {"train_lm_head": True}])
+@pytest.mark.parametrize("conf", [MEDUSA, HYDRA, PLUS, MEDUSA | {"train_lm_head": True, "num_layers": 2}, HYDRA | {"train_lm_head": True}])
 def test_residual_heads_start_as_the_targets_own_distribution(conf):
     trained = ready(conf)
     head = build(conf, SPEC).double()
@@ -214,6 +223,7 @@ FAULTS = {
     "fewer heads than drafts": (MEDUSA, setting(num_heads=1), "num_speculative_tokens is 2, the head has 1"),
     "lost block": (HYDRA, drop("blocks.2.0.res_connection.weight"), "missing tensor blocks.2.0.res_connection.weight"),
     "aux states": (HYDRA, setting(eagle_config={}), "eagle_config is {}, it must be"),
+    "lost part of the prefix layer": (PLUS, drop("prefix_layer.self_attn.k_proj.weight"), "missing tensor prefix_layer.self_attn.k_proj"),
     "state too narrow": (HYDRA, setting(hidden_size=72), "hidden_size is 72, the state needs 74"),
     "another target": (HYDRA, draft(target_hidden_size=32), "target_hidden_size is 32, it must be 64"),
     "unknown mode": (MLP, draft(step_mode="fast"), "step_mode is fast, it must be host or tensor"),

@@ -20,6 +20,7 @@ from eval.chain import offline_report
 from eval.export import export_head
 from eval.serve import evaluate
 from heads import build
+from heads.attention import Documents
 
 MEDUSA = {"_target_": "heads.medusa.Medusa"}
 HYDRA = {"_target_": "heads.hydra_heads.HydraHeads"}
@@ -28,12 +29,14 @@ FAST = {
     "medusa_two_layers": MEDUSA | {"num_layers": 2},
     "hydra_own_lm_heads": HYDRA | {"train_lm_head": True, "num_layers": 2, "depths": 3},
     "hydra_tensor": HYDRA,
+    "hydra_plus": HYDRA | {"prefix_layer": True},
     "mlp_tied_tensor": MLP | {"inner_dim": 96},
 }
 SLOW = {
     "medusa_own_lm_heads": MEDUSA | {"train_lm_head": True, "depths": 3},
     "hydra": HYDRA,
     "hydra_own_lm_heads_tensor": HYDRA | {"train_lm_head": True, "num_layers": 2},
+    "hydra_plus_tensor": HYDRA | {"prefix_layer": True, "num_layers": 2},
     "mlp_tied": MLP | {"inner_dim": 48, "scale_input": False},
     "mlp_untied": MLP | {"tie_weights": False},
     "mlp_untied_tensor": MLP | {"tie_weights": False, "depths": 3, "inner_dim": 80},
@@ -66,7 +69,9 @@ def check(probe, name):
     assert len(passes) >= 12 and len({step["committed"] for step in passes}) == len(passes)
     for step in passes:
         row = step["committed"] - 2
-        state, token = head.first_state(last[row : row + 1]), tokens[row + 1]
+        docs = Documents(torch.tensor([0, len(last)]), torch.device("cpu"))
+        docs.repeat(row, 1)
+        state, token = head.first_state(last, docs), tokens[row + 1]
         for k, draft in enumerate(step["drafts"]):
             x, state = head.step(k, state, torch.tensor([token]))
             ours, theirs = (x @ head.head_rows(k).T)[0], step["logits"][k]

@@ -17,7 +17,7 @@ from eval.tree import Tree, best_paths, chain_paths, comb_paths, dynamic_tree, s
 from heads import build
 from heads.attention import causal_diagonal, causal_diagonal_dense
 
-STEPWISE = ["eagle", "eagle3", "eagle3_32k", "mtp", "mtp_eagle3", "mtp_nonorm", "peagle", "medusa", "hydra", "mlp_speculator"]
+STEPWISE = ["eagle", "eagle3", "eagle3_32k", "mtp", "mtp_eagle3", "mtp_nonorm", "peagle", "medusa", "hydra", "hydra_plus", "mlp_speculator"]
 
 
 def toy_levels(seed=0, V=7):

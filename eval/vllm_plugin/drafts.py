@@ -23,11 +23,17 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.transformers_utils.config import patch_rope_parameters
 
 STEP_MODES = ("host", "tensor")
 DIGITS = 3  # of a token id in the state: eight bits each, which bfloat16 holds exactly
 MLP_EPS = 1e-6
+STACKED: dict[str, list[tuple[str, str | int]]] = {  # layers that the engine makes of several: our names, and which part of it each is
+    "qkv_proj": [("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")],
+    "gate_up_proj": [("gate_proj", 0), ("up_proj", 1)],
+}
 
 
 class Body(nn.Module):
@@ -80,6 +86,7 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         assert vllm_config.speculative_config is not None
+        self.prefix_layer: PrefixLayer | None = None
         self.config = vllm_config.speculative_config.draft_model_config.hf_config
         draft = dict(self.config.draft_config)
         self.depths, self.vocab_size = draft["depths"], self.config.vocab_size
@@ -88,11 +95,12 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
         self.on_host = draft["step_mode"] == "host"
         self.has_own_embed_tokens = self.has_own_lm_head = False
         self.model = Body()
-        self.model.unused = borrowed_attention(vllm_config)
         self.logits_processor = LogitsProcessor(self.vocab_size)
-        self.build(draft, prefix)
+        self.build(draft, vllm_config, prefix)
+        if self.prefix_layer is None:
+            self.model.unused = borrowed_attention(vllm_config)
 
-    def build(self, draft: dict[str, Any], prefix: str) -> None:
+    def build(self, draft: dict[str, Any], vllm_config: VllmConfig, prefix: str) -> None:
         """Makes the parameters, under the names of the export."""
         raise NotImplementedError
 
@@ -162,17 +170,40 @@ class LastStateDraft(Eagle3LlamaForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """ValueError: a tensor that has no place, or a parameter without a tensor. vLLM's own draft classes pass over both."""
-        parameters, loaded = dict(self.named_parameters()), set()
-        wanted = {name for name in parameters if not name.startswith("model.")}
+        places = self._places()
         for name, tensor in weights:
-            if name not in wanted:
+            if name not in places:
                 raise ValueError(f"tensor {name} has no place in {type(self).__name__}")
-            parameter = parameters[name]
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
-            loaded.add(name)
-        if wanted != loaded:
-            raise ValueError(f"missing tensors: {', '.join(sorted(wanted - loaded))}")
-        return set(parameters)
+            parameter, part = places.pop(name)
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *part)
+        if places:
+            raise ValueError(f"missing tensors: {', '.join(sorted(places))}")
+        return {name for name, _ in self.named_parameters()}
+
+    def _places(self) -> dict[str, tuple[nn.Parameter, tuple[str | int, ...]]]:
+        """Where each exported tensor goes: the parameter and, of one that the engine stacks, the part."""
+        places = {}
+        for name, parameter in self.named_parameters():
+            layer = name.split(".")[-2]
+            for exported, *part in STACKED.get(layer, [(layer,)]):
+                places[name.replace(f".{layer}.", f".{exported}.")] = (parameter, tuple(part))
+        return {name: place for name, place in places.items() if not name.startswith("model.")}
+
+
+class PrefixLayer(LlamaDecoderLayer):
+    """A decoder layer over the target's last states, with a cache of its own. It runs at depth 0 alone: the states of accepted drafts come
+    anew, as those of the target, with the next proposal, and overwrite what deeper passes leave in the cache."""
+
+    def __init__(self, vllm_config: VllmConfig, config: Any) -> None:
+        patch_rope_parameters(config)
+        super().__init__(vllm_config, f"model.layers.{vllm_config.model_config.get_total_num_hidden_layers()}", config)
+
+    def get_quant_config(self, vllm_config: VllmConfig) -> None:
+        """What the engine would give is the target's."""
+
+    def over(self, positions: Tensor, last_TH: Tensor) -> Tensor:
+        """[T, H] from [T, H], which is left as it was: the engine's norm adds in place."""
+        return torch.stack(self(positions, last_TH.clone(), None)).sum(0)
 
 
 class Block(nn.Module):
@@ -191,8 +222,12 @@ class HydraDraft(LastStateDraft):
     """Hydra heads. State: [z | digits of the drafted tokens so far | count]; the tokens are embedded anew at every depth, by the target's
     embedding, which the proposer puts in place of `embed_tokens`, as it does with a shared lm_head."""
 
-    def build(self, draft: dict[str, Any], prefix: str) -> None:
+    def build(self, draft: dict[str, Any], vllm_config: VllmConfig, prefix: str) -> None:
         size = self.input_size
+        if draft["prefix_layer"]:
+            longest = max(draft["prefix_layer"]["max_position_embeddings"], vllm_config.model_config.max_model_len)
+            config = type(self.config.model)(**draft["prefix_layer"] | {"max_position_embeddings": longest})
+            self.prefix_layer = PrefixLayer(vllm_config, config)
         self.model.embed_tokens = VocabParallelEmbedding(self.vocab_size, size, prefix=f"{prefix}.embed_tokens")
         self.blocks = nn.ModuleList(
             nn.Sequential(Block((k + 2) * size, size), *(Block(size, size) for _ in range(draft["num_layers"] - 1)))
@@ -210,6 +245,16 @@ class HydraDraft(LastStateDraft):
 
     def lm_head_of(self, k: int) -> nn.Module:
         return self.lm_heads[k] if self.has_own_lm_head else self.lm_head
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        step_T1 = hidden_states[:, -1:]
+        if self.prefix_layer is not None and not (self.on_host and self._depth(step_T1)):
+            last_TH, rest = hidden_states.split([self.input_size, self.width - self.input_size], -1)
+            last_TH = torch.where(step_T1 == 0, self.prefix_layer.over(positions, last_TH), last_TH)
+            hidden_states = torch.cat([last_TH, rest], -1)
+        return super().forward(input_ids, positions, hidden_states, inputs_embeds)
 
     def advance(self, k: int, ids_T: Tensor, state_TW: Tensor) -> tuple[Tensor, Tensor]:
         size = self.input_size
@@ -239,7 +284,7 @@ class ShiftedNorm(nn.Module):
 class MLPDraft(LastStateDraft):
     """IBM's recurrent MLP, with embeddings and lm_heads of its own. State: [s, at depth 0 z | count]."""
 
-    def build(self, draft: dict[str, Any], prefix: str) -> None:
+    def build(self, draft: dict[str, Any], vllm_config: VllmConfig, prefix: str) -> None:
         size, tied = draft["inner_dim"], draft["tie_weights"]
         self.inner, self.tied, self.scale_input = size, tied, draft["scale_input"]
         sets, projections = (1, 2) if tied else (self.depths, self.depths)
