@@ -93,8 +93,8 @@ def _grid_sections(report: dict[str, Any]) -> list[str]:
 
 
 METHOD_NOTE = (
-    "Acceptance length is 1 + accepted drafts per drafting pass; tokens per pass counts all passes, also those without a draft "
-    "(below it the 95 % interval over prompts). ITL: time between tokens; TTFT: time to the first one."
+    "Acceptance length is 1 + accepted drafts per drafting pass; tokens per pass counts all passes, also those without a draft. "
+    "Below a figure: its 95 % interval over prompts. ITL: time between tokens; TTFT: time to the first one."
 )
 
 
@@ -109,11 +109,10 @@ def _methods(report: dict[str, Any]) -> str:
     header += ["ITL, ms (median)", "TTFT, ms (median)", "equal to plain"]
     rows = []
     for m in report["methods"]:
-        low, high = m["tokens_per_pass_interval"]
-        row = [label(m["method"]), f"{m['speedup']:.2f}x"]
+        row = [label(m["method"]), grid.with_interval(m, "speedup", "x")]
         if m["drafts"]:
             row += [
-                f"{m['tokens_per_pass']:.2f}\n{low:.2f}\u2013{high:.2f}",
+                grid.with_interval(m, "tokens_per_pass"),
                 f"{m['acceptance_length']:.2f}",
                 str(m["k"]),
                 f"{m['acceptance_rate']:.0%}",

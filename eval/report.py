@@ -21,7 +21,8 @@ def headline(report: dict[str, Any]) -> str:
     if is_grid(report):
         return f"{choices_text(report)} Measured on {report['engine']['device']}."
     head, ngram = find(report, "head"), find(report, "ngram")
-    where = f"at concurrency {report['methods'][0]['concurrency']} on {report['engine']['device']}"
+    count = report["prompts"]["count"]
+    where = f"over {count} prompt{'s' * (count != 1)} at concurrency {report['methods'][0]['concurrency']} on {report['engine']['device']}"
     rival = "" if ngram is None else f"n-gram: {ngram['tokens_per_pass']:.2f} tokens per pass, {ngram['speedup']:.2f}x"
     if head is None:
         return f"No head was measured. {rival} ({where})." if rival else f"Only plain decoding was measured ({where})."

@@ -23,6 +23,7 @@ from eval.serve import evaluate as evaluate_engine
 if TYPE_CHECKING:
     from train.config import RunConfig
 
+REPORT_VERSION = 2  # a report of another is measured anew
 LoadHead = Callable[[Path], dict[str, torch.Tensor]]  # the state_dict of a checkpoint folder
 
 
@@ -41,7 +42,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
         )
     if not prompts:
         raise UserError("data.prompts: no prompt for the split 'heldout', which is what is measured; add some, or give some meta.split")
-    settings = {"eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
+    settings = {"report": REPORT_VERSION, "eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
     settings |= {"fingerprint": fingerprint(target_dir), "prompts": prompts_hash(prompts), "export": export}
     settings["folders"] = stamps(cfg.eval.methods, cfg.eval.draft_model)
     if earlier := finished(run_dir, settings):

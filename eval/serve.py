@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from data.chat import all_prompt_ids, load_tokenizer, loop_start
 from data.engine import engine_identity, generate_each
@@ -89,20 +90,42 @@ def entry(method: str, result: Result, plain: Result, slices: dict[str, list[str
     differing = parted(result, plain)
     gone = {difference["id"] for difference in differing}
     speed, plain_speed = (r["output_tokens"] / r["seconds"] for r in (result, plain))
-    pairs = [(len(o["token_ids"]), sum(o["accepted_per_position"])) for o in result["outputs"].values()]
+    each = [pooled(result, [name]) for name in result["outputs"]]
+    speedup = speed / plain_speed
     return {
         "method": method,
         **pooled(result, names),
-        "tokens_per_pass_interval": bootstrap(pairs),
+        "tokens_per_pass_interval": bootstrap([(f["output_tokens"], f["passes"]) for f in each], lambda sums: sums[0] / sums[1]),
         "seconds": result["seconds"],
         "tokens_per_second": speed,
         "itl_ms": median(result["itl_ms"]),
         "ttft_ms": median(result["ttft_ms"]),
-        "speedup": speed / plain_speed,
+        "speedup": speedup,
+        "speedup_interval": [speedup * share for share in _spread(result, plain)],
         "lossless": 1 - len(gone) / len(names),
         "parted": differing,
         "slices": {name: {**pooled(result, part), "lossless": 1 - len(gone & set(part)) / len(part)} for name, part in slices.items()},
     }
+
+
+def _times(result: Result) -> list[tuple[float, float]]:
+    """(tokens, milliseconds from being asked to the last token) of each answer."""
+    tokens = [len(output["token_ids"]) for output in result["outputs"].values()]
+    return [(n, first + (n - 1) * between) for n, first, between in zip(tokens, result["ttft_ms"], result["itl_ms"], strict=True)]
+
+
+def _spread(result: Result, plain: Result) -> tuple[float, float]:
+    """95 % interval of the speed-up over prompts, the same prompts in both runs, in shares of its middle. Made of each request's own
+    time, for the run's is one number; it does not hold what a second run on the same machine would do otherwise."""
+    rows = [(*mine, *theirs) for mine, theirs in zip(_times(result), _times(plain), strict=True)]
+
+    def figure(sums: Tensor) -> Tensor:
+        tokens, time, plain_tokens, plain_time = sums
+        return tokens / time * plain_time / plain_tokens
+
+    low, high = bootstrap(rows, figure)
+    middle = float(figure(torch.tensor(rows, dtype=torch.float64).sum(0)))
+    return low / middle, high / middle
 
 
 def write_answers(path: Path, prompts: list[ChatRecord], requests: list[Request], plain: Result, longer: Result) -> None:
@@ -203,5 +226,5 @@ class Engine:
             "concurrency": concurrency,
             "speculative_config": speculative,
             "draft_sample_method": "greedy",
-            "command": command(self.target_dir, speculative, overrides),
+            "command": command(self.target_dir, self.cfg.eval.dtype or self.cfg.target.dtype, speculative, overrides),
         }
