@@ -33,6 +33,11 @@ def reference(report: Report) -> list[Cell]:
     return [m for m in lowest if m["k"] == most[m["method"]]]
 
 
+def equal(cell: Cell) -> str:
+    """The share of answers equal to the plain ones, where there is one."""
+    return "-" if cell["lossless"] is None else f"{cell['lossless']:.1%}"
+
+
 def find(report: Report, method: str) -> Cell | None:
     return next((m for m in reference(report) if m["method"] == method), None)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from eval.advice import Cell, Report, reference
+from eval.advice import Cell, Report, equal, reference
 from eval.methods import label
 from eval.widgets import Line, chart, charts, palette, table
 
@@ -38,7 +38,7 @@ def with_interval(m: Cell, figure: str, unit: str = "") -> str:
 def _row(m: Cell) -> list[str]:
     row = [label(m["method"]), str(m["k"] or "-"), str(m["concurrency"]), with_interval(m, "speedup", "x")]
     row += [with_interval(m, "tokens_per_pass"), f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
-    return row + [f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}", f"{m['ttft_ms']:.0f}", f"{m['lossless']:.1%}"]
+    return row + [f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}", f"{m['ttft_ms']:.0f}", equal(m)]
 
 
 def speed(report: Report) -> str:

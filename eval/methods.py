@@ -51,6 +51,8 @@ def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[
         return None, {}
     if method in LOOKUPS:
         return LOOKUPS[method] | drafts, {}
+    if cfg.eval.draft_sample_method != "greedy":
+        drafts["draft_sample_method"] = cfg.eval.draft_sample_method
     if method == "draft_model":
         return {"method": "draft_model", **drafts, "model": cfg.eval.draft_model}, {}
     folder = export_dir if method == "head" else Path(method)

@@ -51,10 +51,23 @@ def grid(methods: tuple[str, ...] = ("none", "ngram", "head"), ks=KS, concurrenc
         for k in (0,) if method == "none" else ks:
             for concurrency in concurrencies:
                 told = {"method": method, "num_speculative_tokens": k} if k else None
-                setting = {"k": k, "temperature": 0.0, "concurrency": concurrency, "command": command(Path("/models/it's <here>"), "float32", told, {})}
+                setting = {
+                    "k": k,
+                    "draft_sample_method": "greedy",
+                    "temperature": 0.0,
+                    "concurrency": concurrency,
+                    "command": command(Path("/models/it's <here>"), "float32", told, {}),
+                }
                 plain = result("none", 0, concurrency)
-                found.append(entry(method, result(method, k, concurrency) if k else plain, plain, SLICES) | setting)
-    prompts = {"count": 21, "slices": {"chat": 14, "turkish": 7}, "skipped_too_long": 0, "max_tokens": TOKENS, "answers_cut": 0}
+                found.append(entry(method, result(method, k, concurrency) if k else plain, plain, SLICES, False) | setting)
+    prompts = {
+        "count": 21,
+        "slices": {"chat": 14, "turkish": 7},
+        "skipped_too_long": 0,
+        "max_tokens": TOKENS,
+        "answers_cut": 0,
+        "temperature": 0.0,
+    }
     report = {"name": "g", "target": {"model": "m", "dtype": "float32"}, "engine": {"name": "vllm", "version": "0", "device": "CPU"}}
     return report | {"prompts": prompts, "methods": found, "recommendation": recommend(found)}
 
@@ -162,7 +175,7 @@ def test_published_heads_have_names_and_colours_of_their_own(tmp_path):
 
 def test_terminal_shows_each_cell_and_commands_to_paste_in_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    write(grid(), tmp_path)
+    write(grid(), tmp_path / "eval")
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     rows = [line for line in lines if line.strip().startswith(("plain ", "n-gram ", "head ")) and "%" in line]

@@ -30,15 +30,18 @@ def result(seconds: float, per_position: list[int], drafts: int, tokens: int = 2
     return {"outputs": outputs, "seconds": seconds, "output_tokens": COUNT * tokens, **times}
 
 
-def made(head_seconds: float = 6.0, methods: tuple[str, ...] = ("none", "ngram", "head")) -> dict[str, Any]:
+def made(
+    head_seconds: float = 6.0, methods: tuple[str, ...] = ("none", "ngram", "head"), temperature: float = 0.0, drafts: str = "greedy"
+) -> dict[str, Any]:
     plain = result(10.0, [], 0)
     results = {"none": plain, "ngram": result(9.0, [2, 1, 1], 3), "head": result(head_seconds, [6, 3, 1], 9)}
     found = []
     for method in methods:
-        extra = {"k": 0 if method == "none" else 3, "temperature": 0.0, "concurrency": 1}
+        extra = {"k": 0 if method == "none" else 3, "temperature": temperature, "concurrency": 1, "draft_sample_method": drafts}
         extra["command"] = command(Path("/models/it's <here>"), "float32", None if method == "none" else {"method": method}, {})
-        found.append(entry(method, results[method], plain, SLICES) | extra)
+        found.append(entry(method, results[method], plain, SLICES, temperature > 0) | extra)
     prompts = {"count": COUNT, "slices": {"chat": 14, "turkish": 7}, "skipped_too_long": 1, "max_tokens": 20, "answers_cut": 1}
+    prompts["temperature"] = temperature
     report = {"name": "a <b>", "target": {"model": "m", "dtype": "float32"}, "engine": {"name": "vllm", "version": "0", "device": "CPU"}}
     return report | {"prompts": prompts, "methods": found, "recommendation": recommend(found)}
 
@@ -69,7 +72,7 @@ class Balance(HTMLParser):
 
 
 def written(report: dict[str, Any], run_dir: Path) -> tuple[dict[str, Any], str]:
-    write(report, run_dir)
+    write(report, run_dir / "eval")
     html = (run_dir / "eval" / "report.html").read_text()
     Balance(html)
     assert not re.search(r"https?:|<script|<link|<img|url\(", html), "the page must need nothing from outside"
@@ -140,7 +143,10 @@ def test_a_gain_that_may_be_chance_is_not_advised():
     report = made()
     report["methods"] = [m | {"speedup_interval": [0.98, 2.5]} if m["k"] else m for m in report["methods"]]
     text = advice(report | {"recommendation": recommend(report["methods"])})
-    assert text.startswith("Serve without speculation: nothing measured was surely faster") and "head, k=3, reaches 1.67x (0.98 to 2.50)" in text
+    assert (
+        text.startswith("Serve without speculation: nothing measured was surely faster")
+        and "head, k=3, reaches 1.67x (0.98 to 2.50)" in text
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4, FEWEST - 1, FEWEST])
@@ -174,8 +180,22 @@ def test_a_comparison_along_other_texts_says_so():
 
 def test_terminal_table_fits_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    write(made(), tmp_path)
+    write(made(), tmp_path / "eval")
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.partition("\n# ")[0].splitlines())) <= 80  # below it: commands to paste
     for word in ("plain", "n-gram", "head", "1.67x", ".67 .33 .11"):
         assert word in shown
+
+
+def test_sampled_answers_are_compared_by_acceptance_and_never_by_text(tmp_path):
+    """Two runs at a temperature write other texts, whatever the verification does."""
+    report = made(temperature=0.7)
+    report["methods"][2]["parted"] = []
+    assert all(m["lossless"] is None and m["slices"]["chat"]["lossless"] is None for m in report["methods"])
+    text, html = written(with_offline(report, 1.4), tmp_path)
+    assert "temperature 0.7" in html and "Answers are sampled" in html and "equal the plain" not in html
+    assert "up to 0." in comparison(with_offline(report, 1.4))
+
+
+def test_probabilistic_drafts_are_not_held_against_the_greedy_offline_chain(tmp_path):
+    assert "says nothing of probabilistic drafts" in comparison(made(temperature=1.0, drafts="probabilistic"))
