@@ -1,13 +1,13 @@
 """The verification mathematics of speculative decoding, chains and trees, and the figures made from its counts. Pure functions: what
 is random comes in as uniform numbers.
 
-Shape suffixes: B passes, k drafts of a pass, n = k + 1, V target vocab, U draft vocab, R requests. Acceptance length, tokens per pass and
+Shape suffixes: B passes, k drafts of a pass, n = k + 1, V target vocab, U draft vocab, R requests, C columns, S samples. Acceptance length, tokens per pass and
 every rate are pooled: sums over requests are divided, never a mean of ratios, which weighs short answers as much as long ones and can
 turn a comparison round."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +126,11 @@ class Counts:
     def accepted(self) -> int:
         return sum(self.accepted_per_position)
 
+    @property
+    def passes(self) -> int:
+        """Passes of the target, the prefill among them: each emits one token beside the drafts that it accepts."""
+        return self.output_tokens - self.accepted + self.discarded
+
     def add(self, output_tokens: int, drafts: int, draft_tokens: int, accepted_per_position: Sequence[int]) -> None:
         """Adds one request. Its first token comes from the prefill, every drafting pass emits its accepted drafts and one
         more; what these sum up to beyond the output was discarded. Exact for a method that drafts in every pass, a lower
@@ -146,7 +151,7 @@ def figures(counts: Counts) -> dict[str, Any]:
 
     acceptance_rate = accepted / draft_tokens; acceptance_length = 1 + accepted / drafts; acceptance_per_position[i] =
     accepted_i / drafts (unconditional: not divided by the acceptance of the position before); tokens_per_pass = output /
-    (output - accepted). `passes` counts the prefill and puts the discarded drafts back: output - accepted + discarded."""
+    passes, where passes = output - accepted + discarded; 0 for no output at all."""
     drafts = counts.drafts
     return {
         "requests": counts.requests,
@@ -158,15 +163,10 @@ def figures(counts: Counts) -> dict[str, Any]:
         "acceptance_per_position": [count / drafts if drafts else 0.0 for count in counts.accepted_per_position],
         "acceptance_rate": counts.accepted / counts.draft_tokens if counts.draft_tokens else 0.0,
         "acceptance_length": 1 + counts.accepted / drafts if drafts else 1.0,
-        "tokens_per_pass": tokens_per_pass(counts.output_tokens, counts.accepted),
+        "tokens_per_pass": counts.output_tokens / max(1, counts.passes),
         "discarded_tokens": counts.discarded,
-        "passes": counts.output_tokens - counts.accepted + counts.discarded,
+        "passes": counts.passes,
     }
-
-
-def tokens_per_pass(output_tokens: int, accepted: int) -> float:
-    """output / (output - accepted); 0 for no output at all."""
-    return output_tokens / max(1, output_tokens - accepted)
 
 
 def conditional(accepted_per_position: Sequence[int], drafts: int) -> list[float]:
@@ -176,17 +176,12 @@ def conditional(accepted_per_position: Sequence[int], drafts: int) -> list[float
     return [count / whole if whole else 0.0 for count, whole in zip(accepted_per_position, before, strict=True)]
 
 
-def bootstrap(pairs: Iterable[tuple[int, int]], samples: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the pooled tokens per pass: prompts are drawn with replacement, sums recomputed. pairs: (output,
-    accepted) per prompt."""
-    data_R2 = torch.tensor(list(pairs), dtype=torch.float64)
-    if data_R2.shape[0] == 0:
-        return (0.0, 0.0)
-    generator = torch.Generator().manual_seed(seed)
-    values = []
-    for _ in range(samples):
-        pick_R = torch.randint(data_R2.shape[0], (data_R2.shape[0],), generator=generator)
-        output, accepted = data_R2[pick_R].sum(0).tolist()
-        values.append(output / max(1.0, output - accepted))
-    low, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+def bootstrap(rows: Iterable[Sequence[float]], figure: Callable[[Tensor], Tensor], samples: int = 1000) -> tuple[float, float]:
+    """95 % interval of a pooled figure: prompts are drawn with replacement, sums made anew. rows: the addends of one prompt each, at
+    least one prompt; figure: of sums [C, samples], by column of `rows`, float64."""
+    data_RC = torch.tensor(list(rows), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    picks_SR = torch.randint(len(data_RC), (samples, len(data_RC)), generator=generator)
+    values = figure(torch.stack([column_R[picks_SR].sum(1) for column_R in data_RC.T]))
+    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return (low, high)

@@ -13,6 +13,7 @@ from eval.speedup import Costs, best_k, expected_tokens, fit_costs, predicted_sp
 
 WORTH = 1.02  # a smaller measured speed-up is taken for noise
 APART = 0.1  # relative difference of two slices that is worth a sentence
+FEWEST = 16  # prompts below which a speed-up is more chance than measurement
 ENOUGH = 50  # drafting passes of a slice from which its acceptance is more than noise
 
 Cell = dict[str, Any]
@@ -30,6 +31,11 @@ def reference(report: Report) -> list[Cell]:
     lowest = [m for m in report["methods"] if m["concurrency"] == first]
     most = {m["method"]: m["k"] for m in sorted(lowest, key=lambda m: m["k"])}
     return [m for m in lowest if m["k"] == most[m["method"]]]
+
+
+def equal(cell: Cell) -> str:
+    """The share of answers equal to the plain ones, where there is one."""
+    return "-" if cell["lossless"] is None else f"{cell['lossless']:.1%}"
 
 
 def find(report: Report, method: str) -> Cell | None:
@@ -86,43 +92,81 @@ def _best(figures: dict[str, Any], costs: Costs) -> dict[str, Any]:
 
 
 def recommend(cells: list[Cell]) -> dict[str, Any]:
-    """choices: at each concurrency the fastest measured cell, or plain decoding, and the fastest that drafts. model: cost_model."""
+    """choices: at each concurrency the fastest measured cell, or plain decoding where that may be chance, and the fastest that drafts.
+    model: cost_model."""
     choices = []
     for concurrency in sorted({m["concurrency"] for m in cells}):
         here = [m for m in cells if m["concurrency"] == concurrency]
         best = max(here, key=lambda m: m["speedup"])
-        chosen = best if best["speedup"] >= WORTH else next(m for m in here if m["method"] == "none")
+        gains = best["speedup"] >= WORTH and best["speedup_interval"][0] > 1
+        chosen = best if gains else next(m for m in here if m["method"] == "none")
         rival = max((m for m in here if m["k"]), key=lambda m: m["speedup"], default=None)
-        choice = {key: chosen[key] for key in ("concurrency", "method", "k", "speedup", "command")}
-        choices.append(choice | {"fastest_drafting": rival and {key: rival[key] for key in ("method", "k", "speedup")}})
+        figures = ("method", "k", "speedup", "speedup_interval")
+        choice = {key: chosen[key] for key in ("concurrency", *figures, "command")}
+        choices.append(choice | {"fastest_drafting": rival and {key: rival[key] for key in figures}})
     return {"choices": choices, "model": cost_model(cells)}
 
 
 def commands(report: Report) -> dict[str, str]:
-    """What was chosen -> the command that serves it, each once."""
-    found = {}
-    for choice in report["recommendation"]["choices"]:
-        name = "without speculation" if choice["method"] == "none" else f"{label(choice['method'])}, k={choice['k']}"
-        found[name] = choice["command"]
+    """What to serve with -> the command, each once: what was chosen, and the head where it was not, for those who want to try it."""
+    found, head = {}, find(report, "head")
+    for choice in [] if too_few(report) else report["recommendation"]["choices"]:
+        found[_named(choice) if choice["k"] else "without speculation"] = choice["command"]
+    if head and head["command"] not in found.values():
+        found[f"to try it: {_named(head)}"] = head["command"]
     return found
 
 
+def _named(cell: dict[str, Any]) -> str:
+    return f"{label(cell['method'])}, k={cell['k']}"
+
+
+def too_few(report: Report) -> str:
+    """Why there is no advice; empty where there is."""
+    count = report["prompts"]["count"]
+    if count >= FEWEST:
+        return ""
+    prompts = "1 prompt is" if count == 1 else f"{count} prompts are"
+    text = f"No advice: {prompts} too few to tell a gain from chance, it takes {FEWEST} or more (eval.limit, data.heldout_limit)."
+    rivals = [c["fastest_drafting"] for c in report["recommendation"]["choices"] if c["fastest_drafting"]]
+    best = max(rivals, key=lambda r: r["speedup"], default=None)
+    return f"{text} The fastest here was {_named(best)}, {_speed(best)}." if best else text
+
+
+def _speed(cell: dict[str, Any]) -> str:
+    low, high = cell["speedup_interval"]
+    return f"{cell['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+
+
+def _basis(report: Report) -> str:
+    return f"In brackets: 95 % intervals over the {report['prompts']['count']} prompts; each method ran once."
+
+
 def advice(report: Report) -> str:
-    """What to serve with, why, and which slice lags, in a few sentences that hold numbers of this report only."""
+    """What to serve with, why, and which slice lags, in a few sentences that hold numbers of this report only; or why there is none."""
     return f"{choices_text(report) if is_grid(report) else _choice_text(report)} {reasons(report)}".strip()
 
 
 def reasons(report: Report) -> str:
     """The cost model's part of the advice, and the slices'."""
+    if too_few(report):
+        return ""
     parts = [_grid_model(report) if is_grid(report) else _model(report), _slices(report)]
     return " ".join(part for part in parts if part)
 
 
 def _choice_text(report: Report) -> str:
+    if few := too_few(report):
+        return few
     found = report["recommendation"]["choices"][0]
-    if found["method"] == "none":
-        return "Serve without speculation: nothing measured was faster than plain decoding here."
-    return f"Serve with {label(found['method'])}, {found['k']} drafts: {found['speedup']:.2f}x the speed of plain decoding."
+    if found["method"] != "none":
+        text = f"Serve with {label(found['method'])}, {found['k']} drafts: {_speed(found)} the speed of plain decoding."
+    elif rival := found["fastest_drafting"]:
+        text = f"Serve without speculation: nothing measured was surely faster than plain decoding; the fastest, {_named(rival)}, "
+        text += f"reaches {_speed(rival)}."
+    else:
+        return "Serve without speculation: only plain decoding was measured."
+    return f"{text} {_basis(report)}"
 
 
 def _model(report: Report) -> str:
@@ -137,22 +181,24 @@ def _model(report: Report) -> str:
 
 
 def choices_text(report: Report) -> str:
-    """The choice at each concurrency, those that agree together."""
+    """The choice at each concurrency, those that agree together; or why there is none."""
+    if few := too_few(report):
+        return few
     clauses = []
     for (method, k), group in groupby(report["recommendation"]["choices"], lambda c: (c["method"], c["k"])):
         same = list(group)
         where = f"at {'' if clauses else 'concurrency '}{_listed([str(c['concurrency']) for c in same])}"
         rival = max((c["fastest_drafting"] for c in same if c["fastest_drafting"]), key=lambda r: r["speedup"], default=None)
-        speeds = _listed([f"{c['speedup']:.2f}x" for c in same]) + ("" if clauses else " the speed of plain decoding")
+        speeds = _listed([_speed(c) for c in same]) + ("" if clauses else " the speed of plain decoding")
         if method != "none":
             clauses.append(f"{where} use {label(method)} with k={k}: {speeds}")
         elif rival:
-            fastest = f"{label(rival['method'])} with k={rival['k']}, reaches {rival['speedup']:.2f}x"
+            fastest = f"{label(rival['method'])} with k={rival['k']}, reaches {_speed(rival)}"
             clauses.append(f"{where} switch speculation off: the fastest, {fastest}")
         else:
             clauses.append(f"{where} only plain decoding was measured")
     text = "; ".join(clauses)
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{text[0].upper()}{text[1:]}. {_basis(report)}"
 
 
 def _grid_model(report: Report) -> str:

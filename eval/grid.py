@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from eval.advice import Cell, Report, reference
+from eval.advice import Cell, Report, equal, reference
 from eval.methods import label
 from eval.widgets import Line, chart, charts, palette, table
 
@@ -29,12 +29,16 @@ def cells(report: Report) -> str:
     return table(header, [_row(m) for m in sorted(report["methods"], key=lambda m: m["concurrency"])])
 
 
+def with_interval(m: Cell, figure: str, unit: str = "") -> str:
+    """A figure over its interval; alone for a method that never drafted."""
+    low, high = m[f"{figure}_interval"]
+    return f"{m[figure]:.2f}{unit}" + (f"\n{low:.2f}\u2013{high:.2f}" if m["drafts"] else "")
+
+
 def _row(m: Cell) -> list[str]:
-    low, high = m["tokens_per_pass_interval"]
-    interval = f"\n{low:.2f}\u2013{high:.2f}" if m["drafts"] else ""
-    row = [label(m["method"]), str(m["k"] or "-"), str(m["concurrency"]), f"{m['speedup']:.2f}x", f"{m['tokens_per_pass']:.2f}{interval}"]
-    row += [f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
-    return row + [f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}", f"{m['ttft_ms']:.0f}", f"{m['lossless']:.1%}"]
+    row = [label(m["method"]), str(m["k"] or "-"), str(m["concurrency"]), with_interval(m, "speedup", "x")]
+    row += [with_interval(m, "tokens_per_pass"), f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
+    return row + [f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}", f"{m['ttft_ms']:.0f}", equal(m)]
 
 
 def speed(report: Report) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from eval import grid
-from eval.advice import commands, is_grid, reference
+from eval.advice import commands, equal, is_grid, reference
 from eval.methods import label
 from eval.widgets import SERIES, Line, bar, chart, charts, group, key, palette, section, table
 
@@ -50,7 +50,7 @@ details{margin-top:10px}summary{cursor:pointer;color:var(--soft)}
 def page(report: dict[str, Any], texts: dict[str, str], history: list[dict[str, Any]]) -> str:
     """The whole document. texts: `advice` and `comparison`; history: the lines of metrics.jsonl."""
     prompts, engine, target = report["prompts"], report["engine"], report["target"]
-    about = f"{prompts['count']} prompts, up to {prompts['max_tokens']} new tokens, temperature 0, "
+    about = f"{prompts['count']} prompts, up to {prompts['max_tokens']} new tokens, temperature {prompts['temperature']:g}, "
     about += f"concurrency {', '.join(str(c) for c in sorted({m['concurrency'] for m in report['methods']}))}; "
     about += f"{engine['name']} {engine['version']} on {engine['device']}; target {target['model']} in {target['dtype']}"
     if prompts["answers_cut"]:
@@ -93,8 +93,8 @@ def _grid_sections(report: dict[str, Any]) -> list[str]:
 
 
 METHOD_NOTE = (
-    "Acceptance length is 1 + accepted drafts per drafting pass; tokens per pass counts all passes, also those without a draft "
-    "(below it the 95 % interval over prompts). ITL: time between tokens; TTFT: time to the first one."
+    "Acceptance length is 1 + accepted drafts per drafting pass; tokens per pass counts all passes, also those without a draft. "
+    "Below a figure: its 95 % interval over prompts. ITL: time between tokens; TTFT: time to the first one."
 )
 
 
@@ -109,18 +109,17 @@ def _methods(report: dict[str, Any]) -> str:
     header += ["ITL, ms (median)", "TTFT, ms (median)", "equal to plain"]
     rows = []
     for m in report["methods"]:
-        low, high = m["tokens_per_pass_interval"]
-        row = [label(m["method"]), f"{m['speedup']:.2f}x"]
+        row = [label(m["method"]), grid.with_interval(m, "speedup", "x")]
         if m["drafts"]:
             row += [
-                f"{m['tokens_per_pass']:.2f}\n{low:.2f}\u2013{high:.2f}",
+                grid.with_interval(m, "tokens_per_pass"),
                 f"{m['acceptance_length']:.2f}",
                 str(m["k"]),
                 f"{m['acceptance_rate']:.0%}",
             ]
         else:
             row += [f"{m['tokens_per_pass']:.2f}", "-", str(m["k"] or "-"), "-"]
-        rows.append(row + [f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}", f"{m['ttft_ms']:.0f}", f"{m['lossless']:.1%}"])
+        rows.append(row + [f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}", f"{m['ttft_ms']:.0f}", equal(m)])
     return table(header, rows)
 
 
@@ -177,6 +176,8 @@ def _curves(series: dict[str, list[tuple[float, float]]], most: float | None) ->
 
 def _lossless(report: dict[str, Any]) -> str:
     """Which answers differ from the plain run's; of a grid only the cells that have some."""
+    if report["prompts"]["temperature"]:
+        return "<p>Answers are sampled, so no two runs give the same text: what is kept is the target's distribution.</p>"
     dtype, parts = report["target"]["dtype"], []
     drafting, several = [m for m in report["methods"] if m["k"]], is_grid(report)
     if several and not any(m["parted"] for m in drafting):

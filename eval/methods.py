@@ -51,6 +51,8 @@ def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[
         return None, {}
     if method in LOOKUPS:
         return LOOKUPS[method] | drafts, {}
+    if cfg.eval.draft_sample_method != "greedy":
+        drafts["draft_sample_method"] = cfg.eval.draft_sample_method
     if method == "draft_model":
         return {"method": "draft_model", **drafts, "model": cfg.eval.draft_model}, {}
     folder = export_dir if method == "head" else Path(method)
@@ -59,9 +61,9 @@ def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[
     return {**serving, "model": str(folder)}, overrides
 
 
-def command(target_dir: Path, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> str:
-    """The shell command that serves the target with a method. Not `vllm serve`, which is the same but does not start from the CPU wheel."""
-    parts = [f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(target_dir))}"]
+def command(target_dir: Path, dtype: str, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> str:
+    """The shell command that serves the target with a method, as it was measured. Not `vllm serve`, which is the same but does not start from the CPU wheel."""
+    parts = [f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(target_dir))} --dtype {dtype}"]
     parts += [f"--speculative-config {shlex.quote(json.dumps(speculative))}"] if speculative else []
     parts += [f"--hf-overrides {shlex.quote(json.dumps(overrides))}"] if overrides else []
     return " \\\n  ".join(parts)

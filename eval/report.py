@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data.manifest import replace_text
-from eval.advice import advice, choices_text, commands, find, is_grid, reasons
+from eval.advice import advice, choices_text, commands, equal, find, is_grid, reasons
 from eval.html import page
 from eval.methods import label
 
@@ -21,7 +21,8 @@ def headline(report: dict[str, Any]) -> str:
     if is_grid(report):
         return f"{choices_text(report)} Measured on {report['engine']['device']}."
     head, ngram = find(report, "head"), find(report, "ngram")
-    where = f"at concurrency {report['methods'][0]['concurrency']} on {report['engine']['device']}"
+    count = report["prompts"]["count"]
+    where = f"over {count} prompt{'s' * (count != 1)} at concurrency {report['methods'][0]['concurrency']} on {report['engine']['device']}"
     rival = "" if ngram is None else f"n-gram: {ngram['tokens_per_pass']:.2f} tokens per pass, {ngram['speedup']:.2f}x"
     if head is None:
         return f"No head was measured. {rival} ({where})." if rival else f"Only plain decoding was measured ({where})."
@@ -35,6 +36,8 @@ def headline(report: dict[str, Any]) -> str:
 def comparison(report: dict[str, Any]) -> str:
     """Offline chain against the engine's counters: they agree, or training and serving differ somewhere."""
     offline, head = report.get("offline"), find(report, "head")
+    if head is not None and head["draft_sample_method"] != "greedy":
+        return "The offline chain drafts greedily: it says nothing of probabilistic drafts (launch/trees.py has chains of those)."
     if offline is None or head is None:
         return "The offline chain was not run."
     here, there = offline["acceptance_length"], head["acceptance_length"]
@@ -48,11 +51,16 @@ def comparison(report: dict[str, Any]) -> str:
     if offline["unjudged_drafts"]:
         text += f" (offline up to {most:.3f}: {offline['unjudged_drafts']} drafts lie beyond the ends of the answers, "
         text += "where only the engine can judge)"
-    if head["lossless"] < 1:
+    tolerance = 0.05
+    if head["lossless"] is None:
+        low, high = head["tokens_per_pass_interval"]
+        tolerance = max(tolerance, high - low)
+        text += f". Answers are sampled, so these are of other texts: up to {tolerance:.2f} apart is chance"
+    elif head["lossless"] < 1:
         text += f". {1 - head['lossless']:.0%} of the engine's answers part from the plain ones, along which the module walks"
-    if here - 0.05 <= there <= most + 0.05:
+    if here - tolerance <= there <= most + tolerance:
         return text + ". They agree."
-    found = "They differ by more than 0.05: training and serving do not compute the same. Look at the dtype first"
+    found = f"They differ by more than {tolerance:.2f}: training and serving do not compute the same. Look at the dtype first"
     return f"{text}. {found} (eval.dtype=float32 in both), then at the captured states, then at the export."
 
 
@@ -65,9 +73,9 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
-def finished(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of an earlier evaluation with exactly these settings, or None."""
-    path = run_dir / "eval" / "report.json"
+def finished(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The report in `folder` of an earlier evaluation with exactly these settings, or None."""
+    path = folder / "report.json"
     if not path.is_file():
         return None
     try:
@@ -80,7 +88,11 @@ def finished(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 def table(report: dict[str, Any]) -> Table:
     """At most 80 columns wide, without a grid for k up to 3. A grid has all its cells, without acceptance at each position."""
     grid = is_grid(report)
-    drawn = Table(title=f"{report['name']}: {report['prompts']['count']} prompts, temperature 0", box=SIMPLE, padding=(0, 1, 0, 0))
+    drawn = Table(
+        title=f"{report['name']}: {report['prompts']['count']} prompts, temperature {report['prompts']['temperature']:g}",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     single = ["", "k", "acceptance\nlength", "tokens\nper pass", "accepted at\nposition", "tokens/s", "ITL\nms", "speed", "equal\nto plain"]
     several = ["", "in\nflight", "k", "accept\nlength", "tokens\nper pass", "tokens\n/s", "ITL\nms", "TTFT\nms", "speed", "equal\nplain"]
     for column in several if grid else single:
@@ -98,7 +110,7 @@ def _row(m: dict[str, Any]) -> list[str]:
     positions = " ".join(f"{rate:.2f}"[1:] if rate < 1 else "1.0" for rate in m["acceptance_per_position"])
     row = [label(m["method"]), str(m["k"]) if m["k"] else "-", f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
     row += [f"{m['tokens_per_pass']:.2f}", positions if m["drafts"] else "-", f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}"]
-    return [*row, f"{m['speedup']:.2f}x", f"{m['lossless']:.1%}"]
+    return [*row, f"{m['speedup']:.2f}x", equal(m)]
 
 
 def _grid_row(m: dict[str, Any]) -> list[str]:
@@ -106,23 +118,22 @@ def _grid_row(m: dict[str, Any]) -> list[str]:
     return [name, str(m["concurrency"]), k, length, per_pass, *speeds[:2], f"{m['ttft_ms']:.0f}", *speeds[2:]]
 
 
-def write(report: dict[str, Any], run_dir: Path) -> None:
-    """Writes run_dir/eval/report.json and report.html, each atomically, and prints headline and table."""
-    folder = run_dir / "eval"
+def write(report: dict[str, Any], folder: Path) -> None:
+    """Writes report.json and report.html, each atomically, into a folder of the run folder, and prints headline and table."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "provenance.json"
+    path = folder.parent / "provenance.json"
     provenance = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     report = report | {"headline": headline(report), "provenance": provenance}
     texts = {"advice": advice(report), "comparison": comparison(report)}
     for name, text in (
         ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
-        ("report.html", page(report, texts, history(run_dir))),
+        ("report.html", page(report, texts, history(folder.parent))),
     ):
         replace_text(folder / name, text)
-    show(report, run_dir)
+    show(report, folder)
 
 
-def show(report: dict[str, Any], run_dir: Path) -> None:
+def show(report: dict[str, Any], folder: Path) -> None:
     """Headline, table, comparison, advice with its commands, and the path of report.html, on the terminal. The headline of a grid is
     the first part of its advice."""
     console = Console()
@@ -131,4 +142,4 @@ def show(report: dict[str, Any], run_dir: Path) -> None:
     console.print(f"{comparison(report)}\n{reasons(report) if is_grid(report) else advice(report)}", markup=False)
     for name, command in commands(report).items():
         console.print(f"# {name}\n{command}", markup=False, soft_wrap=True)
-    console.print(f"{run_dir / 'eval' / 'report.html'}", markup=False)
+    console.print(f"{folder / 'report.html'}", markup=False)

@@ -23,6 +23,7 @@ from eval.serve import evaluate as evaluate_engine
 if TYPE_CHECKING:
     from train.config import RunConfig
 
+REPORT_VERSION = 2  # a report of another is measured anew
 LoadHead = Callable[[Path], dict[str, torch.Tensor]]  # the state_dict of a checkpoint folder
 
 
@@ -41,21 +42,23 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
         )
     if not prompts:
         raise UserError("data.prompts: no prompt for the split 'heldout', which is what is measured; add some, or give some meta.split")
-    settings = {"eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
+    settings = {"report": REPORT_VERSION, "eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
     settings |= {"fingerprint": fingerprint(target_dir), "prompts": prompts_hash(prompts), "export": export}
     settings["folders"] = stamps(cfg.eval.methods, cfg.eval.draft_model)
-    if earlier := finished(run_dir, settings):
-        return show(earlier, run_dir)
-    with alone(run_dir / "eval", "run_dir"):
+    folder = run_dir / cfg.eval.folder
+    if earlier := finished(folder, settings):
+        return show(earlier, folder)
+    with alone(folder, "run_dir"):
         report = _measure(cfg, target_dir, export_dir, prompts, load_head)
-        write(report | {"settings": settings}, run_dir)
+        write(report | {"settings": settings}, folder)
 
 
 def _measure(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> dict[str, Any]:
     run_dir = Path(cfg.run_dir)
-    answers = run_dir / "eval" / "plain.jsonl"
+    answers = run_dir / cfg.eval.folder / "plain.jsonl"
     report = evaluate_engine(cfg, target_dir, export_dir, prompts, answers)
-    if "head" in cfg.eval.methods:
+    greedy = cfg.eval.draft_sample_method == "greedy"  # what the offline chain does
+    if "head" in cfg.eval.methods and greedy:
         dtype = getattr(torch, cfg.eval.dtype or cfg.target.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         export = read_export(export_dir)

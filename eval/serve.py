@@ -1,6 +1,6 @@
 """The engine run: the same prompts, the same lengths, through vLLM with every method, and the report made of it.
 
-The methods are those of eval/methods.py, all at temperature 0. Every figure is pooled."""
+The methods are those of eval/methods.py, all at one temperature. Every figure is pooled."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from data.chat import all_prompt_ids, load_tokenizer, loop_start
 from data.engine import engine_identity, generate_each
@@ -83,29 +84,57 @@ def pooled(result: Result, names: list[str]) -> dict[str, Any]:
     return figures(counts)
 
 
-def entry(method: str, result: Result, plain: Result, slices: dict[str, list[str]]) -> dict[str, Any]:
-    """One method of the report. slices: name -> request ids."""
+def entry(method: str, result: Result, plain: Result, slices: dict[str, list[str]], sampled: bool) -> dict[str, Any]:
+    """One method of the report. slices: name -> request ids. sampled: at a temperature above 0, where the texts of two runs differ and
+    `lossless` is None."""
     names = [name for part in slices.values() for name in part]
-    differing = parted(result, plain)
+    differing = [] if sampled else parted(result, plain)
     gone = {difference["id"] for difference in differing}
     speed, plain_speed = (r["output_tokens"] / r["seconds"] for r in (result, plain))
-    pairs = [(len(o["token_ids"]), sum(o["accepted_per_position"])) for o in result["outputs"].values()]
+    each = [pooled(result, [name]) for name in result["outputs"]]
+    speedup = speed / plain_speed
     return {
         "method": method,
         **pooled(result, names),
-        "tokens_per_pass_interval": bootstrap(pairs),
+        "tokens_per_pass_interval": bootstrap([(f["output_tokens"], f["passes"]) for f in each], lambda sums: sums[0] / sums[1]),
         "seconds": result["seconds"],
         "tokens_per_second": speed,
         "itl_ms": median(result["itl_ms"]),
         "ttft_ms": median(result["ttft_ms"]),
-        "speedup": speed / plain_speed,
-        "lossless": 1 - len(gone) / len(names),
+        "speedup": speedup,
+        "speedup_interval": [speedup * share for share in _spread(result, plain)],
+        "lossless": None if sampled else 1 - len(gone) / len(names),
         "parted": differing,
-        "slices": {name: {**pooled(result, part), "lossless": 1 - len(gone & set(part)) / len(part)} for name, part in slices.items()},
+        "slices": {
+            name: {**pooled(result, part), "lossless": None if sampled else 1 - len(gone & set(part)) / len(part)}
+            for name, part in slices.items()
+        },
     }
 
 
-def write_answers(path: Path, prompts: list[ChatRecord], requests: list[Request], plain: Result, longer: Result) -> None:
+def _times(result: Result) -> list[tuple[float, float]]:
+    """(tokens, milliseconds from being asked to the last token) of each answer."""
+    tokens = [len(output["token_ids"]) for output in result["outputs"].values()]
+    return [(n, first + (n - 1) * between) for n, first, between in zip(tokens, result["ttft_ms"], result["itl_ms"], strict=True)]
+
+
+def _spread(result: Result, plain: Result) -> tuple[float, float]:
+    """95 % interval of the speed-up over prompts, the same prompts in both runs, in shares of its middle. Made of each request's own
+    time, for the run's is one number; it does not hold what a second run on the same machine would do otherwise."""
+    rows = [(*mine, *theirs) for mine, theirs in zip(_times(result), _times(plain), strict=True)]
+
+    def figure(sums: Tensor) -> Tensor:
+        tokens, time, plain_tokens, plain_time = sums
+        return tokens / time * plain_time / plain_tokens
+
+    low, high = bootstrap(rows, figure)
+    middle = float(figure(torch.tensor(rows, dtype=torch.float64).sum(0)))
+    return low / middle, high / middle
+
+
+def write_answers(  # noqa: PLR0913
+    path: Path, prompts: list[ChatRecord], requests: list[Request], plain: Result, longer: Result, temperature: float
+) -> None:
     """The plain answers as response records, for the offline chain. tail_ids: what the target wrote beyond the answer in
     `longer`, where the two agree so far."""
     records = {record.id: record for record in prompts}
@@ -116,7 +145,7 @@ def write_answers(path: Path, prompts: list[ChatRecord], requests: list[Request]
             output, more = plain["outputs"][name], longer["outputs"][name]["token_ids"]
             ids = output["token_ids"]
             line = {"id": name, "messages": records[name].messages, "meta": records[name].meta, "prompt_ids": request["prompt_ids"]}
-            line |= {"response_ids": ids, "finish_reason": output["finish_reason"], "sampling": {"temperature": 0.0}}
+            line |= {"response_ids": ids, "finish_reason": output["finish_reason"], "sampling": {"temperature": temperature}}
             write_jsonl_line(f, {**line, "tail_ids": more[len(ids) :] if more[: len(ids)] == ids else []})
 
 
@@ -140,7 +169,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
         longer = engine.run("none", 0, requests, [max(LOOK_AHEAD, *cfg.eval.concurrencies)])[0]
         requests, loops = cut_at_loops(requests, longer, cfg.data.loop_ngram)
     plain = engine.run("none", 0, requests, cfg.eval.concurrencies)
-    write_answers(answers_path, prompts, requests, plain[0], longer or plain[0])
+    write_answers(answers_path, prompts, requests, plain[0], longer or plain[0], cfg.eval.temperature)
     asked = {request["id"] for request in requests}
     slices: dict[str, list[str]] = {}
     for record in prompts:
@@ -150,7 +179,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
     for method, k in ((name, k) for name in cfg.eval.methods for k in ([0] if name == "none" else cfg.eval.ks)):
         results = engine.run(method, k, requests, cfg.eval.concurrencies) if k else plain
         for concurrency, result, reference in zip(cfg.eval.concurrencies, results, plain, strict=True):
-            methods.append(entry(method, result, reference, slices) | engine.setting(method, k, concurrency))
+            methods.append(entry(method, result, reference, slices, cfg.eval.temperature > 0) | engine.setting(method, k, concurrency))
     return {
         "name": cfg.name,
         "target": {"model": cfg.target.model, "revision": cfg.target.revision, "dtype": cfg.eval.dtype or cfg.target.dtype},
@@ -160,6 +189,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
             "slices": {name: len(part) for name, part in slices.items()},
             "skipped_too_long": skipped,
             "max_tokens": cfg.eval.max_tokens,
+            "temperature": cfg.eval.temperature,
             "cut_loops": cfg.eval.cut_loops,
             "answers_cut": loops,
         },
@@ -191,17 +221,18 @@ class Engine:
             dtype=cfg.eval.dtype or cfg.target.dtype,
             concurrencies=concurrencies,
             max_model_len=cfg.target.max_model_len,
+            temperature=cfg.eval.temperature,
         )
 
     def setting(self, method: str, k: int, concurrency: int) -> dict[str, Any]:
-        """How a method was run, and the command that serves it. Drafts are greedy, so a draft is kept with the probability that the
-        target gives it."""
+        """How a method was run, and the command that serves it. A greedy draft is kept with the probability that the target gives it, a
+        probabilistic one with min(1, p / q)."""
         speculative, overrides = speculation(self.cfg, method, k, self.export_dir)
         return {
             "k": k,
-            "temperature": 0.0,
+            "temperature": self.cfg.eval.temperature,
             "concurrency": concurrency,
             "speculative_config": speculative,
-            "draft_sample_method": "greedy",
-            "command": command(self.target_dir, speculative, overrides),
+            "draft_sample_method": (speculative or {}).get("draft_sample_method", "greedy"),
+            "command": command(self.target_dir, self.cfg.eval.dtype or self.cfg.target.dtype, speculative, overrides),
         }

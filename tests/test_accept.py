@@ -13,7 +13,6 @@ from eval.accept import (
     figures,
     greedy_accepted,
     rejection_sample,
-    tokens_per_pass,
     tree_accepted,
 )
 
@@ -115,7 +114,18 @@ def test_accepted_drafts_beyond_the_end_are_counted_as_the_engine_does_and_known
     counts = Counts()
     add(counts, [3], 3, output=2)
     found = figures(counts)
-    assert (found["accepted_tokens"], found["discarded_tokens"], found["passes"]) == (3, 3, 2)
+    assert (found["accepted_tokens"], found["discarded_tokens"], found["passes"], found["tokens_per_pass"]) == (3, 3, 2, 1.0)
+
+
+@pytest.mark.parametrize("output", range(2, 10))
+def test_tokens_per_pass_counts_received_tokens_wherever_an_answer_ends(output):
+    """Two passes that accept 3 drafts each, after the prefill, or one, and an answer cut anywhere within: what nobody received is in
+    no figure of speed."""
+    passes = [3] if output <= 5 else [3, 3]
+    counts = Counts()
+    add(counts, passes, 3, output)
+    add(counts, [0, 0], 3)  # another request, whole
+    assert figures(counts)["tokens_per_pass"] == pytest.approx((output + 3) / (1 + len(passes) + 3))
 
 
 def test_plain_decoding_is_one_token_a_pass():
@@ -127,8 +137,8 @@ def test_plain_decoding_is_one_token_a_pass():
 
 def test_bootstrap_holds_the_pooled_value_narrows_with_more_prompts_and_repeats():
     few = [(64, 10 + 7 * (i % 5)) for i in range(10)]
-    low, high = bootstrap(few)
-    pooled = tokens_per_pass(sum(o for o, _ in few), sum(a for _, a in few))
-    assert low < pooled < high and bootstrap(few) == (low, high)
-    many_low, many_high = bootstrap(few * 20)
+    low, high = bootstrap(few, ratio := lambda sums: sums[0] / sums[1])
+    pooled = sum(o for o, _ in few) / sum(p for _, p in few)
+    assert low < pooled < high and bootstrap(few, ratio) == (low, high)
+    many_low, many_high = bootstrap(few * 20, ratio)
     assert many_high - many_low < (high - low) / 3

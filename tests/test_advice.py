@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from eval.speedup import Costs, expected_tokens
 
 TOKENS, PASS = 2001, 0.01  # of an answer; seconds of a plain pass
 KS, CONCURRENCIES = (1, 2, 4), (1, 4, 16)
-SLICES = {"chat": ["c0", "c1"], "turkish": ["t0"]}
+SLICES = {"chat": [f"c{i}" for i in range(14)], "turkish": [f"t{i}" for i in range(7)]}
 RATES = {  # accepted at each position, by method and slice
     "head": {"chat": [0.8, 0.6, 0.4, 0.3], "turkish": [0.6, 0.3, 0.1, 0.05]},
     "ngram": {"chat": [0.2, 0.1, 0.05, 0.0], "turkish": [0.1, 0.0, 0.0, 0.0]},
@@ -28,7 +29,8 @@ COSTS = {  # by method and concurrency
 
 def result(method: str, k: int, concurrency: int) -> dict[str, Any]:
     """What the engine would return: each answer takes as many passes as its acceptance says, each pass as long as its costs say."""
-    outputs, passes = {}, 0
+    outputs, passes, itl = {}, 0, []
+    time = COSTS[method][concurrency].of_pass(k) if k else 1.0
     for slice_name, names in SLICES.items():
         rates = RATES[method][slice_name] if k else []
         drafts = round((TOKENS - 1) / expected_tokens(rates, k))
@@ -37,10 +39,10 @@ def result(method: str, k: int, concurrency: int) -> dict[str, Any]:
         for name in names:
             outputs[name] = {"token_ids": list(range(TOKENS)), "finish_reason": "length", **spent, "accepted_per_position": accepted}
             passes += 1 + drafts
-    time = COSTS[method][concurrency].of_pass(k) if k else 1.0
+            itl.append(time * PASS * 1e3 * drafts / (TOKENS - 1))
     seconds = passes * time * PASS / concurrency
     total = len(outputs) * TOKENS
-    return {"outputs": outputs, "seconds": seconds, "output_tokens": total, "itl_ms": [time * 10] * 3, "ttft_ms": [5.0] * 3}
+    return {"outputs": outputs, "seconds": seconds, "output_tokens": total, "itl_ms": itl, "ttft_ms": [5.0] * len(outputs)}
 
 
 def grid(methods: tuple[str, ...] = ("none", "ngram", "head"), ks=KS, concurrencies=CONCURRENCIES) -> dict[str, Any]:
@@ -49,10 +51,23 @@ def grid(methods: tuple[str, ...] = ("none", "ngram", "head"), ks=KS, concurrenc
         for k in (0,) if method == "none" else ks:
             for concurrency in concurrencies:
                 told = {"method": method, "num_speculative_tokens": k} if k else None
-                setting = {"k": k, "temperature": 0.0, "concurrency": concurrency, "command": command("/models/it's <here>", told, {})}
+                setting = {
+                    "k": k,
+                    "draft_sample_method": "greedy",
+                    "temperature": 0.0,
+                    "concurrency": concurrency,
+                    "command": command(Path("/models/it's <here>"), "float32", told, {}),
+                }
                 plain = result("none", 0, concurrency)
-                found.append(entry(method, result(method, k, concurrency) if k else plain, plain, SLICES) | setting)
-    prompts = {"count": 3, "slices": {"chat": 2, "turkish": 1}, "skipped_too_long": 0, "max_tokens": TOKENS, "answers_cut": 0}
+                found.append(entry(method, result(method, k, concurrency) if k else plain, plain, SLICES, False) | setting)
+    prompts = {
+        "count": 21,
+        "slices": {"chat": 14, "turkish": 7},
+        "skipped_too_long": 0,
+        "max_tokens": TOKENS,
+        "answers_cut": 0,
+        "temperature": 0.0,
+    }
     report = {"name": "g", "target": {"model": "m", "dtype": "float32"}, "engine": {"name": "vllm", "version": "0", "device": "CPU"}}
     return report | {"prompts": prompts, "methods": found, "recommendation": recommend(found)}
 
@@ -100,8 +115,10 @@ def test_advice_says_what_to_use_where_and_when_to_switch_off():
     assert "; at 16 switch speculation off: the fastest, head with k=1, reaches 0." in text
     assert "is k=4 (" in text and "none at 16" in text and "larger k was not measured" in text
     assert "slice turkish accepts 50% fewer drafts than chat (1.05 against 2.10 a pass): train on more text like it." in text
-    first = report["recommendation"]["choices"][0]["speedup"]
-    assert f"{first:.2f}x the speed of plain decoding" in headline(report)
+    first, (low, high) = (report["recommendation"]["choices"][0][key] for key in ("speedup", "speedup_interval"))
+    assert f"{first:.2f}x ({low:.2f} to {high:.2f}) the speed of plain decoding" in headline(report)
+    report["prompts"] |= {"count": 4}
+    assert advice(report).startswith("No advice: 4 prompts") and "No advice" in headline(report)
 
 
 def test_neighbouring_concurrencies_with_one_choice_share_a_clause():
@@ -158,7 +175,7 @@ def test_published_heads_have_names_and_colours_of_their_own(tmp_path):
 
 def test_terminal_shows_each_cell_and_commands_to_paste_in_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    write(grid(), tmp_path)
+    write(grid(), tmp_path / "eval")
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     rows = [line for line in lines if line.strip().startswith(("plain ", "n-gram ", "head ")) and "%" in line]

@@ -65,6 +65,8 @@ def test_methods_at_equal_drafts(made):
     greedy = [m for m in report["methods"] if m["temperature"] == 0]
     assert len(greedy) == 2 * 4 and all(m["lossless"] == 1.0 for m in greedy) and len(report["methods"]) == 8 + 2 * 2
     assert ("head", "chain", 4) in rows, "a chain of a head of 4 depths has 4 drafts at most"
+    assert all(m["tokens_per_pass"] == m["output_tokens"] / m["passes"] <= m["acceptance_length"] for m in report["methods"])
+    assert any(m["discarded_tokens"] for m in report["methods"]), "or the line above holds nothing"
     chain, static, dynamic = (
         rows[key]["acceptance_length"] for key in (("head", "chain", 4), *(("head", f"{s} tree", 6) for s in ("static", "dynamic")))
     )

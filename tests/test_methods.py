@@ -42,10 +42,10 @@ def sizes(target: Path) -> dict[str, int]:
 
 
 def test_command_can_be_pasted_into_a_shell():
-    text = command(Path("/a b/it's"), {"method": "mtp", "model": "/x y"}, {"num_nextn_predict_layers": 1})
+    text = command(Path("/a b/it's"), "float32", {"method": "mtp", "model": "/x y"}, {"num_nextn_predict_layers": 1})
     words = shlex.split(text.replace("\\\n", ""))
-    assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/a b/it's"]
-    assert json.loads(words[6])["model"] == "/x y"
+    assert words[:7] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/a b/it's", "--dtype", "float32"]
+    assert json.loads(words[8])["model"] == "/x y"
 
 
 def test_each_method_names_itself_to_the_engine(tmp_path):

@@ -83,6 +83,10 @@ def _check_optim(run: RunConfig, need: Callable[[str, Callable[[Any], bool], str
 def _check_eval(run: RunConfig, need: Callable[[str, Callable[[Any], bool], str], None]) -> None:
     for key in ("eval.k", "eval.concurrency"):
         need(key, _ascending, "a whole number of 1 or more, or a list of such in ascending order, as in [1,2,4]")
+    need("eval.temperature", lambda v: 0 <= v < math.inf, "0 or more")
+    methods = ("greedy", "probabilistic") if run.eval.temperature else ("greedy",)
+    said = f"{' or '.join(methods)}{'' if run.eval.temperature else ' with eval.temperature=0, where nothing is sampled'}"
+    need("eval.draft_sample_method", lambda v: v in methods, said)
     need("eval.dtype", lambda v: v is None or v in DTYPES, f"null or one of {', '.join(DTYPES)}")
     several = f"`none`, to which the others are compared, and others of {', '.join(METHODS)}, or folders of heads (with a /), each once"
     named = {method for method in run.eval.methods if "/" not in method}

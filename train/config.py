@@ -125,8 +125,15 @@ class EvalConfig:
     limit: int | None = None  # held-out prompts used
     max_tokens: int = 128
     concurrency: Any = 1  # requests in flight; or a list of numbers
+    temperature: float = 0.0  # of the target
+    draft_sample_method: str = "greedy"  # probabilistic: drafts are sampled from the head's own distribution, where temperature is above 0
     dtype: str | None = None  # null: the target's
     cut_loops: bool = False
+
+    @property
+    def folder(self) -> str:
+        """Of the report, in the run folder."""
+        return f"eval-t{self.temperature:g}" if self.temperature else "eval"
 
     @property
     def ks(self) -> list[int]:
