@@ -60,7 +60,8 @@ def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[
 
 
 def command(target_dir: Path, dtype: str, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> str:
-    """The shell command that serves the target with a method, as it was measured. Not `vllm serve`, which is the same but does not start from the CPU wheel."""
+    """The shell command that serves the target with a method, as it was measured. Not `vllm serve`, which is the same but does not start
+    from the CPU wheel."""
     parts = [f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(target_dir))} --dtype {dtype}"]
     parts += [f"--speculative-config {shlex.quote(json.dumps(speculative))}"] if speculative else []
     parts += [f"--hf-overrides {shlex.quote(json.dumps(overrides))}"] if overrides else []

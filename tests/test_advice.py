@@ -51,7 +51,12 @@ def grid(methods: tuple[str, ...] = ("none", "ngram", "head"), ks=KS, concurrenc
         for k in (0,) if method == "none" else ks:
             for concurrency in concurrencies:
                 told = {"method": method, "num_speculative_tokens": k} if k else None
-                setting = {"k": k, "temperature": 0.0, "concurrency": concurrency, "command": command(Path("/models/it's <here>"), "float32", told, {})}
+                setting = {
+                    "k": k,
+                    "temperature": 0.0,
+                    "concurrency": concurrency,
+                    "command": command(Path("/models/it's <here>"), "float32", told, {}),
+                }
                 plain = result("none", 0, concurrency)
                 found.append(entry(method, result(method, k, concurrency) if k else plain, plain, SLICES) | setting)
     prompts = {"count": 21, "slices": {"chat": 14, "turkish": 7}, "skipped_too_long": 0, "max_tokens": TOKENS, "answers_cut": 0}

@@ -140,7 +140,10 @@ def test_a_gain_that_may_be_chance_is_not_advised():
     report = made()
     report["methods"] = [m | {"speedup_interval": [0.98, 2.5]} if m["k"] else m for m in report["methods"]]
     text = advice(report | {"recommendation": recommend(report["methods"])})
-    assert text.startswith("Serve without speculation: nothing measured was surely faster") and "head, k=3, reaches 1.67x (0.98 to 2.50)" in text
+    assert (
+        text.startswith("Serve without speculation: nothing measured was surely faster")
+        and "head, k=3, reaches 1.67x (0.98 to 2.50)" in text
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4, FEWEST - 1, FEWEST])
