@@ -152,7 +152,10 @@ def _check_spec(stated: TargetSpec, found: TargetSpec, folder: Path) -> None:
         if getattr(stated, f.name) != getattr(found, f.name)
     ]
     if differences:
-        raise UserError(f"target.spec does not describe {folder / 'config.json'}: {'; '.join(differences)}. Correct conf/target/*.yaml.")
+        raise UserError(
+            f"target.spec does not describe {folder / 'config.json'}: {'; '.join(differences)}. Correct conf/target/*.yaml, or choose a "
+            "target file without `spec`: a local folder needs none"
+        )
 
 
 def spec(folder: Path) -> TargetSpec:

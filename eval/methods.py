@@ -21,7 +21,6 @@ from heads.base import TargetSpec
 if TYPE_CHECKING:
     from train.config import RunConfig
 
-METHODS = ("none", "ngram", "suffix", "draft_model", "head")
 NAMES = {"none": "plain", "ngram": "n-gram", "suffix": "suffix", "draft_model": "draft model", "head": "head", "offline": "head, offline"}
 LOOKUPS: dict[str, dict[str, Any]] = {  # they find their drafts in text, which costs next to nothing
     "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
