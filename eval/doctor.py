@@ -123,17 +123,14 @@ def untrained_faults(found: Measured, curve: list[dict[str, Any]]) -> list[Fault
     rates, anew = f"learning rates up to {max(line['lr'] for line in train):.1e}", "Begin anew under another name with"
     usual = "usual are 1e-3 with AdamW, 0.02 with optim=muon"
     if not last < first * (1 + LEARNS):  # NaN too
-        return [Fault("untrained", f"{text}its loss rose from {first:.3f} to {last:.3f} with {rates}. {anew} a smaller optim.lr ({usual})")]
-    if not math.isfinite(first) or last > first * (1 - LEARNS):
-        why = f"its loss has not fallen in {train[-1]['step']} steps ({first:.3f} to {last:.3f}) with {rates}"
-        return [Fault("untrained", f"{text}{why}. {anew} another optim.lr ({usual}), or more train.steps if these were a handful")]
-    why = f"its loss fell from {first:.3f} to {last:.3f} in {train[-1]['step']} steps, which is too little training"
-    return [
-        Fault(
-            "untrained",
-            f"{text}{why}. Raise train.steps and run launch/train.py again, which goes on; and see that data.limit is no handful",
-        )
-    ]
+        why = f"its loss rose from {first:.3f} to {last:.3f} with {rates}. {anew} a smaller optim.lr ({usual})"
+    elif not math.isfinite(first) or last > first * (1 - LEARNS):
+        why = f"its loss has not fallen in {train[-1]['step']} steps ({first:.3f} to {last:.3f}) with {rates}. {anew} another optim.lr "
+        why += f"({usual}), or more train.steps if these were a handful"
+    else:
+        why = f"its loss fell from {first:.3f} to {last:.3f} in {train[-1]['step']} steps, which is too little training. Raise train.steps "
+        why += "and run launch/train.py again, which goes on; and see that data.limit is no handful"
+    return [Fault("untrained", text + why)]
 
 
 def gap_faults(found: Measured, others: list[Fault]) -> list[Fault]:
@@ -183,9 +180,8 @@ def show(found: Measured, faults: list[Fault], looked: list[str]) -> int:
     table = Table(title="the same head, measured one way after the other")
     for column in ("measured", "acceptance length", "at each position", "dtype"):
         table.add_column(column)
-    missing = {FORCED: "no held-out line in metrics.jsonl"} | dict.fromkeys(
-        (OFFLINE, ENGINE), "launch/evaluate.py has not run with the head"
-    )
+    missing = {FORCED: "no held-out line in metrics.jsonl", WALKED: "walked only where all else is in order, and states are stored"}
+    missing |= dict.fromkeys((OFFLINE, ENGINE), "launch/evaluate.py has not run with the head")
     for name, why in missing.items():
         if row := found.get(name):
             positions = " ".join("-" if p is None else f"{p:.3f}" for p in row["positions"])

@@ -230,6 +230,7 @@ def test_what_was_not_measured_is_said_so_and_not_called_sound(capsys):
     assert doctor.show({}, [], ["states"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("launch/evaluate.py has not run with the head") == 2 and "no held-out line in metrics.jsonl" in shown
+    assert "chain, held-out store" in shown and "walked only where" in shown
     assert "is not known yet: `python launch/evaluate.py conf=<name>`" in " ".join(shown.split()) and "export" not in shown
     doctor.show({"teacher-forced": NOTHING, "offline chain": NOTHING, "engine": NOTHING}, [], ["states", "export"])
     shown = capsys.readouterr().out

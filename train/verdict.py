@@ -88,32 +88,34 @@ def _disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> Jud
     need = max(0, found.store_bytes - there)
     saved = (cfg.train.keep + 1) * found.head_parameters * (16 + ITEMSIZE[cfg.train.dtype])  # weights, masters, two moments, export's copy
     free, free_run = free_bytes(store), free_bytes(run_dir)
+    beside = saved if free == free_run else 0  # one disk for both
     at_most = "at most " * (found.tokens.source == "bound")
     text = f"disk: {at_most}{bytes_text(need)} of states are still to be written to {store}, where {bytes_text(free)} are free, and "
-    text += f"{bytes_text(saved)} of checkpoints to {run_dir}{'' if free == free_run else f', where {bytes_text(free_run)} are free'}"
+    text += f"{bytes_text(saved)} of checkpoints to {run_dir}{'' if beside else f', where {bytes_text(free_run)} are free'}"
     if saved > free_run:
         return NOT, f"{text}. Set run_dir to another disk, or lower train.keep={cfg.train.keep}"
-    if found.store_bytes <= cap and need <= free:
+    if found.store_bytes <= cap and need + beside <= free:
         return FITS, text
-    room = min(cap, free + there)
+    room = min(cap, free + there - beside)
     why = f"over data.max_store_gb={cfg.data.max_store_gb:g}" if found.store_bytes > cap else "more than is free"
     text = f"{text}: {why}. {_less_disk(cfg, spec, head, found, room)}"
     if at_most:
-        return (
-            UNSURE,
-            f"{text}. Answers are shorter than that as a rule; the capture counts them, and refuses what is too much before it starts",
-        )
+        text += ". Answers are shorter than that as a rule; the capture counts them, and refuses what is too much before it starts"
+        return UNSURE, text
     return NOT, text
 
 
 def _less_disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan, room: float) -> str:
+    def sizes(cfg: RunConfig) -> tuple[int, int]:
+        train, heldout = (store_size(cfg, head, spec, tokens) or 0 for tokens in (found.tokens, found.heldout))
+        return train, heldout
+
     ways = []
     if cfg.data.states_dtype != "fp8" and head.taps:
-        small = replace(cfg, data=replace(cfg.data, states_dtype="fp8"))
-        size = sum(store_size(small, head, spec, tokens) or 0 for tokens in (found.tokens, found.heldout))
+        size = sum(sizes(replace(cfg, data=replace(cfg.data, states_dtype="fp8"))))
         ways.append(f"data.states_dtype=fp8 makes it {bytes_text(size)}{'' if size <= room else ', still too much'}")
-    prompts = count_prompts(cfg, "train")
-    if prompts and found.store_bytes and (fewer := int(prompts * room / found.store_bytes)):
+    train, heldout = sizes(cfg)
+    if (prompts := count_prompts(cfg, "train")) and (fewer := int(prompts * max(0, room - heldout) / train)):
         ways.append(f"data.limit={fewer} fits")
     if cfg.data.window_gb is None:
         ways.append(f"data.window_gb={room / 1e9 * USABLE:.3g} keeps a window of it")
