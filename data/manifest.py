@@ -78,10 +78,9 @@ def check_compatible(
 
 def other_maker(manifest: dict[str, Any], fingerprint: str, tokenizer_hash: str, template_hash: str) -> list[tuple[str, str]]:
     """("target", "tokenizer" or "template", what is wrong) for each that the store was captured with and is another now."""
-    there, now = manifest["target"], fingerprint
-    found = [("target", f"captured from {there['id']} with fingerprint {there['fingerprint']}, now it is {now}")] * (
-        there["fingerprint"] != now
-    )
+    found = []
+    if manifest["target"]["fingerprint"] != fingerprint:
+        found.append(("target", f"the store was captured from {manifest['target']}, this run has fingerprint {fingerprint}"))
     for part, value in (("tokenizer", tokenizer_hash), ("template", template_hash)):
         if (old := manifest[f"{part}_hash"]) != value:
             found.append((part, f"the answers were made with another {part} (hash {old}, now {value})"))
