@@ -15,7 +15,7 @@ own = take("gpus", "device")
 
 def show(cfg: RunConfig) -> None:
     gpus = number(own.get("gpus", "1"), "gpus", "GPUs", 1)
-    plan_table.show(cfg, gpus, devices.choose(own.get("device"), "gpus" in own))
+    plan_table.show(plan_table.made(cfg, gpus, devices.choose(own.get("device"), "gpus" in own)))
     for command in inputs.next_commands(cfg) if inputs.missing_inputs(cfg) else []:
         print(f"next: {command}")
 

@@ -20,7 +20,7 @@ from train.loop import fit
 
 def run(cfg: RunConfig) -> None:
     if dist.rank() == 0:
-        plan_table.show(cfg, dist.world())
+        plan_table.show(plan_table.made(cfg, dist.world()))
     if cfg.dry_run:
         return
     inputs.require_inputs(cfg)

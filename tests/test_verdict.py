@@ -65,8 +65,10 @@ def test_advice_on_memory_is_right(conf, world, gb):
     too_much = float(re.search(r": ([\d.]+) [GM]B too much", lines["training"])[1])
     words = re.search(r"It fits with (.*?) \(", lines["training"])[1].split()
     assert too_much > 0 and words
-    lines, _, _ = judged(load([f"conf={conf}", *words]), world, device)
+    cfg = load([f"conf={conf}", *words])
+    lines, _, _ = judged(cfg, world, device)
     assert lines["training"].startswith("  ok "), lines["training"]
+    assert "micro_tokens" not in " ".join(words) or cfg.data.max_length <= cfg.train.micro_tokens, "a longer document is a larger batch"
 
 
 def test_memory_that_nothing_makes_fit_names_larger_devices():
@@ -125,17 +127,17 @@ def test_a_local_targets_own_dimensions_are_planned_with(tmp_path, target, capsy
     path = target / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"intermediate_size": 256}))
-    refused(lambda: plan_table.show(cfg, 1, CPU), "intermediate_size: conf 128, target 256", "config.json")
+    refused(lambda: plan_table.made(cfg, 1, CPU), "intermediate_size: conf 128, target 256", "config.json")
     cfg.target.spec = {}
     assert planned_spec(cfg.target, ROOT).intermediate_size == 256
     before = plan.plan(cfg, replace(planned_spec(cfg.target, ROOT), intermediate_size=128), 1).head_parameters
-    plan_table.show(cfg, 1, CPU)
+    plan_table.show(plan_table.made(cfg, 1, CPU))
     assert f"{(before + 3 * 64 * 128) / 1e6:,.1f} M" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nor/this/one", "nor_this"])
 def test_a_folder_that_is_not_there_is_no_plan(tmp_path, model):
-    refused(lambda: plan_table.show(load(words_of(tmp_path, model)), 1, CPU), f"target.model={model}", "no such folder")
+    refused(lambda: plan_table.made(load(words_of(tmp_path, model)), 1, CPU), f"target.model={model}", "no such folder")
 
 
 def test_what_another_target_left_is_not_counted_and_is_named(tmp_path, target):

@@ -14,15 +14,19 @@ from train.plan import Plan, plan
 from train.verdict import bytes_text, verdict
 
 
-def show(cfg: RunConfig, world: int, device: Device | None = None) -> None:
-    """Prints the plan of a run on `world` ranks, and whether it fits. device: of each rank, or all of them where it is a CPU; None: what
-    is here. UserError: as data.target.planned_spec and train.plan.plan."""
+def made(cfg: RunConfig, world: int, device: Device | None = None) -> list[Table | str]:
+    """The plan of a run on `world` ranks as a table, and under it lines that say whether it fits. device: of each rank, or of all where
+    it is a CPU; None: what is here. UserError: as data.target.planned_spec and train.plan.plan."""
     spec, device = planned_spec(cfg.target, ROOT), device or here()
     found = plan(cfg, spec, world)
+    return [render(found, device), *verdict(cfg, spec, found, device)]
+
+
+def show(parts: list[Table | str]) -> None:
+    """Prints what `made` returned."""
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-    console.print(render(found, device))
-    for line in verdict(cfg, spec, found, device):
-        console.print(line, markup=False, soft_wrap=True)
+    for part in parts:
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
 def render(found: Plan, device: Device) -> Table:

@@ -49,15 +49,19 @@ def _memory_of(device: Device, room: float) -> str:
 
 
 def _smaller(cfg: RunConfig, spec: TargetSpec, head: DraftHead, world: int, room: float) -> str:
-    """The first change that makes the training fit: ZeRO stages first, for they cost nothing but traffic, then smaller micro-batches."""
-    tokens, accum = cfg.train.micro_tokens, cfg.train.accum
+    """The first change that makes the training fit: ZeRO stages first, for they cost nothing but traffic, then smaller micro-batches, and
+    shorter documents with them, for one over the budget is a batch by itself."""
+    train, data, stage = cfg.train, cfg.data, int(cfg.zero["stage"])
+    tokens, accum = train.micro_tokens, train.accum
     while tokens >= SMALLEST:
-        for stage in range(int(cfg.zero["stage"]), 4 if world > 1 else int(cfg.zero["stage"]) + 1):
-            less = replace(cfg, zero={**cfg.zero, "stage": stage}, train=replace(cfg.train, micro_tokens=tokens))
-            size = sum(memory(less, head, spec, world).values())
+        length = data.max_length if tokens == train.micro_tokens else min(data.max_length, tokens)
+        sizes = {"train": replace(train, micro_tokens=tokens), "data": replace(data, max_length=length)}
+        for at in range(stage, 4 if world > 1 else stage + 1):
+            size = sum(memory(replace(cfg, zero={**cfg.zero, "stage": at}, **sizes), head, spec, world).values())
             if size <= room:
-                words = [f"zero=stage{stage}"] * (stage != cfg.zero["stage"])
-                words += [f"train.micro_tokens={tokens} train.accum={accum}"] * (tokens != cfg.train.micro_tokens)
+                words = [f"zero=stage{at}"] * (at != stage)
+                words += [f"train.micro_tokens={tokens} train.accum={accum}"] * (tokens != train.micro_tokens)
+                words += [f"data.max_length={length}"] * (length != data.max_length)
                 return f"It fits with {' '.join(words)} ({bytes_text(size)} a rank)"
         tokens, accum = tokens // 2, accum * 2
     return "No micro-batch is small enough: take a smaller head, more GPUs with zero=stage3, or a larger device"
