@@ -18,10 +18,12 @@ from torch import Tensor
 from data.answers import read_answers
 from data.forward import Forward
 from data.identity import read_meta, template_hash, tokenizer_hash
+from data.manifest import other_maker
 from data.store import Store
 from data.target import fingerprint, frozen, spec
 
 CLOSE = 0.1  # relative error to transformers' float32 states; a bfloat16 engine's stay below 0.02, taps stored as fp8 below 0.03
+BEFORE_NORM, EARLY, LATE = "before the norm", "one token early", "one token late"  # states that last may be instead of its own
 OFF_POLICY = 0.3  # nats per token by which a text may surprise the target more than its own samples would
 
 
@@ -49,19 +51,6 @@ class Reference:
         self.states = self.forward.states
 
 
-def identity_faults(manifest: dict[str, Any], target_dir: Path) -> list[Fault]:
-    faults = []
-    if manifest["target"]["fingerprint"] != fingerprint(target_dir):
-        faults.append(Fault("target", f"captured from other weights than {target_dir} holds: capture again"))
-    if manifest["tokenizer_hash"] != tokenizer_hash(target_dir):
-        faults.append(Fault("tokenizer", "captured with another tokenizer: respond and capture again"))
-    if manifest["template_hash"] != template_hash(target_dir):
-        faults.append(
-            Fault("template", "answers were prompted with another chat template than the target has now: respond and capture again")
-        )
-    return faults
-
-
 def mask_faults(store: Store, answers_path: Path) -> list[Fault]:
     """Supervision must begin where generation began, in every sequence whose answer is at hand."""
     if not answers_path.is_file():
@@ -80,19 +69,29 @@ def state_faults(store: Store, reference: Reference, count: int) -> tuple[list[F
     (nats per supervised token above what the target's own samples would have)."""
     taps = tuple(store.manifest["taps"])
     sums: dict[str, list[float]] = {}
-    best: dict[str, list[int]] = {f"tap {t}": [] for t in taps}
+    meant: dict[int, list[str]] = {}
     for i in torch.linspace(0, len(store) - 1, min(count, len(store))).long().unique().tolist():
         item = store.get(i, taps)
         streams_TLD, last_TD = reference.states(item["token_ids"])
         for j, tap in enumerate(taps):
-            error_L = _error(item["taps"][:, j, None].float(), streams_TLD)
-            sums.setdefault(f"tap {tap}", []).append(float(error_L[tap]))
-            best[f"tap {tap}"].append(int(error_L.argmin()))
+            stored_TD = item["taps"][:, j].float()
+            sums.setdefault(f"tap {tap}", []).append(float(_error(stored_TD, streams_TLD[:, tap])))
+            meant.setdefault(tap, []).append(_nearest(stored_TD, streams_TLD, tap))
         if item["last"] is not None:
             for name, value in _last_figures(item, streams_TLD[:, -1], last_TD, reference.lm_head_VD).items():
                 sums.setdefault(name, []).append(value)
     figures = {name: sum(values) / len(values) for name, values in sums.items()}
-    return _judge(figures, best), figures
+    return _judge(figures, {tap: max(set(found), key=found.count) for tap, found in meant.items()}), figures
+
+
+def _nearest(stored_TD: Tensor, streams_TLD: Tensor, tap: int) -> str:
+    """What these states are instead: another layer's, those of a neighbouring token, or nothing that is known (empty)."""
+    errors = {f"layer {layer}'s": _error(stored_TD, streams_TLD[:, layer]) for layer in range(streams_TLD.shape[1]) if layer != tap}
+    if len(stored_TD) > 1:
+        errors[EARLY] = _error(stored_TD[1:], streams_TLD[:-1, tap])
+        errors[LATE] = _error(stored_TD[:-1], streams_TLD[1:, tap])
+    nearest = min(errors, key=lambda name: float(errors[name]))
+    return nearest if errors[nearest] <= CLOSE else ""
 
 
 def _last_figures(item: dict[str, Any], raw_TD: Tensor, last_TD: Tensor, lm_head_VD: Tensor) -> dict[str, float]:
@@ -103,22 +102,22 @@ def _last_figures(item: dict[str, Any], raw_TD: Tensor, last_TD: Tensor, lm_head
     entropy = -(log_p.exp() * log_p).sum(-1)
     return {
         "last": float(_error(stored, last_TD[rows])),
-        "last before the norm": float(_error(stored, raw_TD[rows])),
-        "last, one token early": float(_error(stored, last_TD[(rows - 1).clamp(min=0)])),
-        "last, one token late": float(_error(stored, last_TD[(rows + 1).clamp(max=len(last_TD) - 1)])),
+        f"last, {BEFORE_NORM}": float(_error(stored, raw_TD[rows])),
+        f"last, {EARLY}": float(_error(stored, last_TD[(rows - 1).clamp(min=0)])),
+        f"last, {LATE}": float(_error(stored, last_TD[(rows + 1).clamp(max=len(last_TD) - 1)])),
         "argmax": float((log_p.argmax(-1) == (last_TD[rows] @ lm_head_VD.T).argmax(-1)).float().mean()),
         "surprise": float((-log_p.gather(1, label[:, None]).squeeze(1) - entropy).mean()),
     }
 
 
-def _judge(figures: dict[str, float], best: dict[str, list[int]]) -> list[Fault]:
+def _judge(figures: dict[str, float], meant: dict[int, str]) -> list[Fault]:
+    """meant: what each tap is nearest to, beside what it should be."""
     faults = []
-    for name, found in best.items():
-        layer = max(set(found), key=found.count)
-        if figures[name] > CLOSE:
-            meant = f"layer {layer} is nearest" if layer != int(name.split()[1]) else "nor is it any other layer"
-            text = f"{name} is not the target's own state there (relative error {figures[name]:.2f}); {meant}: capture again"
-            faults.append(Fault("tap", text))
+    for tap, nearest in meant.items():
+        if (error := figures[f"tap {tap}"]) > CLOSE:
+            instead = f"it is {nearest}" if nearest else "nor is it any other layer's"
+            text = f"tap {tap} is not the target's own state there (relative error {error:.2f}); {instead}: capture again"
+            faults.append(Fault("slot" if nearest in (EARLY, LATE) else "tap", text))
     if "last" not in figures:
         return faults
     if figures["last"] <= CLOSE:
@@ -126,17 +125,19 @@ def _judge(figures: dict[str, float], best: dict[str, list[int]]) -> list[Fault]
             text = f"the answers surprise the target by {figures['surprise']:.2f} nats a token more than its own would"
             faults.append(Fault("off-policy", f"{text}: another hand wrote them. Sample them with launch/respond.py"))
         return faults
-    kinds = {"last before the norm": "norm", "last, one token early": "shift", "last, one token late": "shift"}
-    nearest = min(kinds, key=lambda name: figures[name])
-    if figures[nearest] > CLOSE:
+    kinds = {BEFORE_NORM: "norm", EARLY: "slot", LATE: "slot"}
+    nearest = min(kinds, key=lambda name: figures[f"last, {name}"])
+    if figures[f"last, {nearest}"] > CLOSE:
         return [*faults, Fault("last", f"last is not the target's own (relative error {figures['last']:.2f}): capture again")]
-    return [*faults, Fault(kinds[nearest], f"what is stored as last is the target's {nearest}: capture again")]
+    return [*faults, Fault(kinds[nearest], f"what is stored as last is the target's own {nearest}: capture again")]
 
 
 def check_store(folder: Path, reference: Reference, answers_path: Path, count: int) -> tuple[list[Fault], dict[str, float], str]:
     """Checksums (UserError where one fails), then identity, masks and states. Returns faults, figures, and what the store holds."""
     store = Store(folder, verify=True)
-    faults = identity_faults(store.manifest, reference.folder) + mask_faults(store, answers_path)
+    target = reference.folder
+    others = other_maker(store.manifest, fingerprint(target), tokenizer_hash(target), template_hash(target))
+    faults = [Fault(part, f"{text}: respond and capture again") for part, text in others] + mask_faults(store, answers_path)
     found, figures = state_faults(store, reference, count) if not any(f.cause == "target" for f in faults) else ([], {})
     meta = answers_path.with_suffix(".meta.json")
     if meta.is_file() and read_meta(meta).get("answers") == "given":  # they were to be another hand's

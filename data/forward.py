@@ -50,11 +50,14 @@ class Forward:
             readers[tap].register_forward_pre_hook(lambda _, args, tap=tap: self._streams.__setitem__(tap, args[0]))
 
     @torch.no_grad()
-    def states(self, token_ids_T: Tensor, exit_layer: int | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    def states(
+        self, token_ids_T: Tensor, exit_layer: int | None = None, taps: Sequence[int] | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """Residual streams [T, L, D] after `taps` layers and the state [T, D] after the final norm, on the target's device in its dtype.
 
-        exit_layer: the final norm comes after so many layers already, and no stream is returned. options: of the decoder's forward."""
-        layers = self.decoder.layers
+        taps: those of the object's own that are wanted, in their order; None: all. exit_layer: the final norm comes after so many layers
+        already, and no stream is returned. options: of the decoder's forward."""
+        layers, wanted = self.decoder.layers, self.taps if taps is None else taps
         with self._lock:
             try:
                 self.decoder.layers = layers[:exit_layer]
@@ -62,7 +65,7 @@ class Forward:
             finally:
                 self.decoder.layers = layers
             last_TD = found.last_hidden_state[0]
-            streams = [] if exit_layer is not None else [self._streams[tap].view_as(last_TD) for tap in self.taps]
+            streams = [] if exit_layer is not None else [self._streams[tap].view_as(last_TD) for tap in wanted]
             self._streams.clear()
         return torch.stack(streams, 1) if streams else last_TD.new_empty(len(last_TD), 0, last_TD.shape[1]), last_TD
 

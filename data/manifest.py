@@ -63,12 +63,7 @@ def check_compatible(
     """Refuses (UserError) a store that cannot train a head: other target, tokenizer or chat template, a tap or `last` missing, or
     unfinished. More than is needed is fine.
     """
-    found = []
-    if manifest["target"]["fingerprint"] != fingerprint:
-        found.append(f"target: the store was captured from {manifest['target']}, this run has fingerprint {fingerprint}")
-    for key, value in (("tokenizer_hash", tokenizer_hash), ("template_hash", template_hash)):
-        if manifest[key] != value:
-            found.append(f"{key}: the store has {manifest[key]}, this run {value}")
+    found = [f"{part}: {text}" for part, text in other_maker(manifest, fingerprint, tokenizer_hash, template_hash)]
     if missing := sorted(set(taps) - set(manifest["taps"])):
         found.append(f"taps: the head reads {list(taps)}, the store holds {manifest['taps']} and lacks {missing}")
     if LAST_POLICIES.index(needs_last) > LAST_POLICIES.index(manifest["last"]):
@@ -79,6 +74,17 @@ def check_compatible(
         raise UserError(
             f"the capture of this store stopped after {manifest['sequences']} sequences; run {CAPTURE}, which goes on from there"
         )
+
+
+def other_maker(manifest: dict[str, Any], fingerprint: str, tokenizer_hash: str, template_hash: str) -> list[tuple[str, str]]:
+    """("target", "tokenizer" or "template", what is wrong) for each that the store was captured with and is another now."""
+    found = []
+    if manifest["target"]["fingerprint"] != fingerprint:
+        found.append(("target", f"the store was captured from {manifest['target']}, this run has fingerprint {fingerprint}"))
+    for part, value in (("tokenizer", tokenizer_hash), ("template", template_hash)):
+        if (old := manifest[f"{part}_hash"]) != value:
+            found.append((part, f"the answers were made with another {part} (hash {old}, now {value})"))
+    return found
 
 
 def check_same_capture(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

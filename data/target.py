@@ -57,12 +57,30 @@ def _builtin(model: str, root: Path) -> Path:
     return BUILTIN[name](root / "store" / "targets" / name)
 
 
-def _local_or_hub(cfg: TargetConfig, root: Path) -> Path:
+def local_folder(cfg: TargetConfig, root: Path) -> Path | None:
+    """The user's own folder that target.model names; None for a hub id or a built-in target. UserError: it names none of these."""
     local = root / Path(cfg.model).expanduser()  # an absolute path stays itself
     if local.is_dir():
         return local
-    if not HUB_ID.match(cfg.model):
+    if not HUB_ID.match(cfg.model) and not cfg.model.startswith("builtin:"):
         raise UserError(f"target.model={cfg.model}: no such folder ({local}), and no hub id of the form owner/name.")
+    return None
+
+
+def planned_spec(cfg: TargetConfig, root: Path) -> TargetSpec:
+    """What a plan goes by, without weights: config.json of a local folder, else the dimensions that the conf states. UserError: no such
+    folder, or it has other dimensions than the conf."""
+    if (folder := local_folder(cfg, root)) is None:
+        return spec_from_config(cfg)
+    found = spec(folder)
+    if cfg.spec:
+        _check_spec(spec_from_config(cfg), found, folder)
+    return found
+
+
+def _local_or_hub(cfg: TargetConfig, root: Path) -> Path:
+    if local := local_folder(cfg, root):
+        return local
     try:
         return Path(snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:  # ValueError: an id that the hub would not allow
@@ -134,7 +152,10 @@ def _check_spec(stated: TargetSpec, found: TargetSpec, folder: Path) -> None:
         if getattr(stated, f.name) != getattr(found, f.name)
     ]
     if differences:
-        raise UserError(f"target.spec does not describe {folder / 'config.json'}: {'; '.join(differences)}. Correct conf/target/*.yaml.")
+        raise UserError(
+            f"target.spec does not describe {folder / 'config.json'}: {'; '.join(differences)}. Correct conf/target/*.yaml, or choose a "
+            "target file without `spec`: a local folder needs none"
+        )
 
 
 def spec(folder: Path) -> TargetSpec:

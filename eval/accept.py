@@ -1,9 +1,9 @@
 """The verification mathematics of speculative decoding, chains and trees, and the figures made from its counts. Pure functions: what
 is random comes in as uniform numbers.
 
-Shape suffixes: B passes, k drafts of a pass, n = k + 1, V target vocab, U draft vocab, R requests, C columns, S samples. Acceptance length, tokens per pass and
-every rate are pooled: sums over requests are divided, never a mean of ratios, which weighs short answers as much as long ones and can
-turn a comparison round."""
+Shape suffixes: B passes, k drafts of a pass, n = k + 1, V target vocab, U draft vocab, R requests, C columns, S samples. Acceptance
+length, tokens per pass and every rate are pooled: sums over requests are divided, never a mean of ratios, which weighs short answers as
+much as long ones and can turn a comparison round."""
 
 from __future__ import annotations
 

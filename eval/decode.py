@@ -42,7 +42,7 @@ class Reader:
     lm_head (early exit), None for all. taps: see heads.base.DraftHead."""
 
     def __init__(self, model: Reference, taps: tuple[int, ...] = (), exit_layer: int | None = None) -> None:
-        self.model, self.taps, self.exit_layer = model, list(taps), exit_layer
+        self.model, self.taps, self.exit_layer = model, taps, exit_layer
         self.forget()
 
     def forget(self) -> None:
@@ -61,8 +61,7 @@ class Reader:
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min).to(device)
         positions = (length - 1 + seen_TT.sum(1))[None].to(device)
         options = {"attention_mask": mask, "position_ids": positions, "past_key_values": self.cache, "use_cache": True}
-        streams_TLD, last_TD = self.model.states(torch.tensor(tokens, device=device), self.exit_layer, **options)
-        return States(streams_TLD[:, self.taps], last_TD)
+        return States(*self.model.states(torch.tensor(tokens, device=device), self.exit_layer, self.taps, **options))
 
     def logits(self, last_RD: Tensor) -> Tensor:
         """[R, V]"""

@@ -21,7 +21,6 @@ from heads.base import TargetSpec
 if TYPE_CHECKING:
     from train.config import RunConfig
 
-METHODS = ("none", "ngram", "suffix", "draft_model", "head")
 NAMES = {"none": "plain", "ngram": "n-gram", "suffix": "suffix", "draft_model": "draft model", "head": "head", "offline": "head, offline"}
 LOOKUPS: dict[str, dict[str, Any]] = {  # they find their drafts in text, which costs next to nothing
     "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
@@ -62,7 +61,8 @@ def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[
 
 
 def command(target_dir: Path, dtype: str, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> str:
-    """The shell command that serves the target with a method, as it was measured. Not `vllm serve`, which is the same but does not start from the CPU wheel."""
+    """The shell command that serves the target with a method, as it was measured. Not `vllm serve`, which is the same but does not start
+    from the CPU wheel."""
     parts = [f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(target_dir))} --dtype {dtype}"]
     parts += [f"--speculative-config {shlex.quote(json.dumps(speculative))}"] if speculative else []
     parts += [f"--hf-overrides {shlex.quote(json.dumps(overrides))}"] if overrides else []

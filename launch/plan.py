@@ -1,20 +1,21 @@
-"""python launch/plan.py conf=<name> [gpus=8]: parameters, memory per GPU, disk, steps and hours, without GPU or weights."""
+"""python launch/plan.py conf=<name> [gpus=8] [device=h100|h200|mi300x|cpu]: parameters, memory, disk and time, and whether it all fits,
+without GPU or weights. device: what is here, or with gpus=<n> on a machine without GPUs an H100."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.target import spec_from_config
-from train import inputs, plan, plan_table
+from train import devices, inputs, plan_table
 from train.config import RunConfig, main
 from train.words import number, take
 
-own = take("gpus")
+own = take("gpus", "device")
 
 
 def show(cfg: RunConfig) -> None:
-    plan_table.show(plan.plan(cfg, spec_from_config(cfg.target), number(own.get("gpus", "1"), "gpus", "GPUs", 1)))
+    gpus = number(own.get("gpus", "1"), "gpus", "GPUs", 1)
+    plan_table.show(plan_table.made(cfg, gpus, devices.choose(own.get("device"), "gpus" in own)))
     for command in inputs.next_commands(cfg) if inputs.missing_inputs(cfg) else []:
         print(f"next: {command}")
 

@@ -12,15 +12,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from data.target import spec_from_config
-from train import inputs, plan, plan_table
+from train import inputs, plan_table
 from train.config import ROOT, RunConfig, main
 
 
 def run(cfg: RunConfig) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     gpus = max(torch.cuda.device_count(), 1)
-    plan_table.show(plan.plan(cfg, spec_from_config(cfg.target), gpus))
+    plan_table.show(plan_table.made(cfg, gpus))
     for stage in inputs.stages(cfg):  # each its own process, so that its memory is given back
         starter = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split() if stage == "train" and gpus > 1 else []
         words = [*starter, os.path.relpath(ROOT / "launch" / f"{stage}.py"), *sys.argv[1:]]

@@ -10,9 +10,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from data.lock import alone
-from data.target import resolve, spec, spec_from_config
+from data.target import resolve, spec
 from heads import build
-from train import dist, inputs, plan, plan_table, setup
+from train import dist, inputs, plan_table, setup
 from train.config import RunConfig, main
 from train.engine import Engine
 from train.loop import fit
@@ -20,7 +20,7 @@ from train.loop import fit
 
 def run(cfg: RunConfig) -> None:
     if dist.rank() == 0:
-        plan_table.show(plan.plan(cfg, spec_from_config(cfg.target), dist.world()))
+        plan_table.show(plan_table.made(cfg, dist.world()))
     if cfg.dry_run:
         return
     inputs.require_inputs(cfg)

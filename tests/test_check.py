@@ -65,7 +65,7 @@ def test_compact_taps_are_no_fault_and_their_loss_is_told(target, sequences, tmp
 WRONG = {
     "tap": lambda name, **x: x | {"taps": x["streams"][:, [0, 2, 2]]},
     "norm": lambda name, **x: x | {"last": x["streams"][:, -1]},
-    "shift": lambda name, **x: x | {"last": x["last"].roll(1, 0)},
+    "slot": lambda name, **x: x | {"last": x["last"].roll(1, 0)},
     "last": lambda name, **x: x | {"last": torch.randn_like(x["last"])},
     "mask": lambda name, **x: x | {"mask": x["mask"].roll(1)},
 }
@@ -75,6 +75,17 @@ WRONG = {
 def test_each_fault_is_named(target, sequences, tmp_path, cause):
     faults, _, _ = write(tmp_path, target, sequences, WRONG[cause])
     assert {fault.cause for fault in faults} == {cause}, faults
+
+
+@pytest.mark.parametrize(("change", "cause", "words"), [
+    (lambda taps, streams: taps.roll(1, 0), "slot", "one token early"),
+    (lambda taps, streams: taps.roll(-1, 0), "slot", "one token late"),
+    (lambda taps, streams: streams[:, [1, 2, 0]], "tap", "layer "),
+    (lambda taps, streams: torch.randn_like(taps), "tap", "nor is it any other layer's"),
+])  # fmt: skip
+def test_taps_are_told_by_what_they_are_instead(target, sequences, tmp_path, change, cause, words):
+    faults, _, _ = write(tmp_path, target, sequences, lambda name, **x: x | {"taps": change(x["taps"], x["streams"])})
+    assert [fault.cause for fault in faults] == [cause] * len(TAPS) and all(words in fault.text for fault in faults)
 
 
 def test_a_text_of_another_hand_is_off_policy(target, sequences, tmp_path):

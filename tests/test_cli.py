@@ -68,7 +68,8 @@ def test_help_lists_confs_and_groups(tmp_path):
 
 def test_plan_for_a_number_of_gpus(tmp_path):
     status, out, _, _ = run([sys.executable, ROOT / "launch" / "plan.py", "conf=llama8b_eagle3", "gpus=8"], tmp_path)
-    assert status == 0 and "on 8 GPUs" in out and "next: python" in out
+    assert status == 0 and "on 8 GPUs (H100)" in out and "next: python" in out
+    assert "Verdict: it " in out and " on 8 x H100; " in out.partition("Verdict")[2]
     status, _, err, _ = run([sys.executable, ROOT / "launch" / "plan.py", "conf=llama8b_eagle3", "gpus=many"], tmp_path)
     assert status == 2 and "gpus=many" in err
 

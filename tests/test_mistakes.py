@@ -26,10 +26,9 @@ from data.lock import alone
 from data.prompts import ChatRecord, read_prompts
 from data.target import resolve, spec, spec_from_config
 from eval.export import read_export, trained_head
-from eval.methods import METHODS
 from eval.report import finished
 from heads import build
-from train import checkpoint, checks, config
+from train import checkpoint, config
 from train.config import ROOT, TargetConfig, load
 from train.plan import build_on_meta, plan
 
@@ -66,10 +65,6 @@ def test_rope_that_heads_do_not_know_is_refused_when_they_are_built(scaling):
 def test_a_head_of_an_impossible_size_is_refused(change):
     with pytest.raises(ValueError, match=f"head.{next(iter(change))}"):
         build(head_confs()["eagle3"] | change, SPEC)
-
-
-def test_the_methods_of_the_config_are_those_of_evaluation():
-    assert checks.METHODS == METHODS
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n"

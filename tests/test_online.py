@@ -158,7 +158,7 @@ def test_the_plan_counts_the_target(target, made, tmp_path):
     with safe_open(target / "model.safetensors", "pt") as f:
         held = sum(f.get_tensor(name).numel() for name in f.keys())  # noqa: SIM118
     assert plan.target_parameters(dims) == held and online.memory["target"] >= 4 * held
-    assert online.store_bytes == 0 and stored.store_bytes and online.missing == []
+    assert online.store_bytes == 0 and stored.store_bytes and inputs.missing_inputs(cfg) == []
     total = sum(plan.count_tokens(whole, split).total for split in inputs.SPLITS)
     assert online.capture_flops == 0 and stored.capture_flops == plan.target_flops(dims, LONGEST) * total
     forward, ids = Forward(target, (), torch.float32, "cpu"), torch.arange(32)

@@ -17,7 +17,7 @@ from data.prompts import ChatRecord, read_jsonl_tolerant
 from data.target import frozen, spec
 from eval.chain import capture_answers, offline_report
 from eval.export import export_head
-from eval.report import write
+from eval.report import headline, write
 from eval.serve import cut_at_loops, evaluate, make_requests, parted
 from heads import build
 from heads.base import Batch
@@ -176,6 +176,9 @@ def test_a_grid_has_every_cell_and_the_target_accepts_itself(tmp_path):
     assert all(m["lossless"] == 1.0 for m in report["methods"])
     for m in report["methods"][2:]:
         assert m["accepted_tokens"] == m["draft_tokens"] == m["k"] * m["drafts"] > 0
+        assert m["speedup_interval"][0] < m["speedup"] < m["speedup_interval"][1]
+    assert all(m["speedup_interval"] == pytest.approx([1, 1]) for m in report["methods"][:2])
+    assert headline(report).startswith("No advice: 4 prompts are too few") and "--dtype float32" in report["methods"][2]["command"]
     counts = {key: [m[key] for m in report["methods"]] for key in ("output_tokens", "drafts", "accepted_per_position")}
     assert all(figures[::2] == figures[1::2] for figures in counts.values()), "greedy counts do not depend on the concurrency"
     assert len(report["recommendation"]["choices"]) == 2 and len(report["recommendation"]["model"]) == 2

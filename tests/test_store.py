@@ -241,7 +241,7 @@ def test_a_shard_that_shrinks_after_opening_is_refused(tmp_path):
     [
         ({"target": manifest()["target"] | {"fingerprint": "f1"}}, "target.fingerprint: the store has 'f0', this run 'f1'"),
         ({"target": manifest()["target"] | {"quantisation": "fp8"}}, "target.quantisation"),
-        ({"template_hash": "other"}, "template_hash"),
+        ({"template_hash": "other"}, "another template"),
         ({"taps": [2, 5]}, "taps"),
         ({"last": "all"}, "last: the store has 'supervised', this run 'all'"),
         ({"dtype": "float16"}, "dtype"),
@@ -317,8 +317,8 @@ def test_a_store_that_holds_more_than_needed_fits(tmp_path):
     ("changes", "named"),
     [
         ({"fingerprint": "f1"}, "f1"),
-        ({"tokenizer_hash": "other"}, "tokenizer_hash"),
-        ({"template_hash": "other"}, "template_hash"),
+        ({"tokenizer_hash": "other"}, "another tokenizer"),
+        ({"template_hash": "other"}, "another template"),
         ({"taps": (2, 7, 11)}, r"lacks \[7, 11\]"),
         ({"needs_last": "all"}, "the head needs 'all', the store holds 'supervised'"),
     ],

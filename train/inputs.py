@@ -8,10 +8,12 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from data.errors import UserError
 from data.lock import held
 from data.manifest import CAPTURE
+from data.target import fingerprint, local_folder
 from data.window import Waiting
 from train import dist
 from train.config import ROOT, RunConfig
@@ -29,14 +31,41 @@ def stages(cfg: RunConfig) -> tuple[str, ...]:
     return () if cfg.dry_run else ("respond", "capture", "train", "export", "evaluate")
 
 
-def closed_manifest(cfg: RunConfig, split: str) -> dict | None:
+def closed_manifest(cfg: RunConfig, split: str) -> dict[str, Any] | None:
     """The manifest of a finished store, else None; what is wrong with a broken one is for the stage that opens it to say."""
-    path = Path(cfg.data.store) / split / "manifest.json"
+    manifest = _read(Path(cfg.data.store) / split / "manifest.json")
+    return manifest if manifest and manifest.get("closed") and "tokens" in manifest else None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None where there is none."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("closed") and "tokens" in manifest else None
+    return found if isinstance(found, dict) else None
+
+
+def of_this_target(cfg: RunConfig, about: dict[str, Any] | None) -> bool:
+    """Whether a store or answers that say this of their maker are the target's: by fingerprint where its own folder is at hand, else by
+    name. What says nothing is taken to be."""
+    there = (about or {}).get("target")
+    if not isinstance(there, dict):
+        return True
+    folder = local_folder(cfg.target, ROOT)
+    return there.get("fingerprint") == fingerprint(folder) if folder else there.get("id") == cfg.target.model
+
+
+def answers_meta(cfg: RunConfig, split: str) -> dict[str, Any] | None:
+    """What made the answers of a split; None where that cannot be read."""
+    return _read(Path(cfg.data.responses) / f"{split}.meta.json")
+
+
+def strangers(cfg: RunConfig) -> list[str]:
+    """What lies where this run reads, and is another target's."""
+    found = [f"data.store={cfg.data.store}" for split in cfg.data.whole_splits if not of_this_target(cfg, closed_manifest(cfg, split))]
+    found += [f"data.responses={cfg.data.responses}" for split in SPLITS if not of_this_target(cfg, answers_meta(cfg, split))]
+    return list(dict.fromkeys(found))
 
 
 def missing_inputs(cfg: RunConfig) -> list[str]:
@@ -52,7 +81,7 @@ def next_commands(cfg: RunConfig) -> list[str]:
     stages = ["capture"] if cfg.data.states == "store" else []
     if not all(path.is_file() for path in answer_files(cfg)):
         stages.insert(0, "respond")
-    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith(("dry_run=", "gpus="))]
+    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith("dry_run=")]
     words = given if any(word.startswith("conf=") for word in given) else [f"conf={cfg.name}"]
     return [shlex.join(["python", os.path.relpath(ROOT / "launch" / f"{stage}.py"), *words]) for stage in stages]
 

@@ -22,10 +22,9 @@ from heads.block import BlockHead
 from heads.chain import ChainHead
 from heads.layers import Attention
 from train.config import ROOT, RunConfig
-from train.inputs import SPLITS, closed_manifest, missing_inputs
+from train.inputs import SPLITS, answers_meta, closed_manifest, of_this_target
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
-PEAK, REACHED = 989e12, 0.4  # bf16 FLOP/s of one H100 SXM, and the share of it that hours are reckoned with
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes are per GPU in `memory`, for all splits in `store_bytes`; `tokens` None: the conf does not bound the prompts."""
+    """Bytes are per rank in `memory`, for all splits in `store_bytes`; tokens None: the conf does not bound the prompts."""
 
     name: str
     head: str
@@ -49,6 +48,7 @@ class Plan:
     stage: int
     memory: dict[str, int]
     tokens: Tokens | None
+    heldout: Tokens | None
     store_bytes: int | None
     max_store_gb: float
     window_gb: float | None
@@ -58,16 +58,10 @@ class Plan:
     tokens_per_step: int
     flops: float
     capture_flops: float  # of what is captured in all; 0 where no states are stored
-    missing: list[str]  # inputs of the training that are not there
-
-
-def hours(flops: float, gpus: int) -> float:
-    """On so many H100s, at the share of their peak that is reckoned with."""
-    return flops / (gpus * PEAK * REACHED) / 3600
 
 
 def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
-    """The plan of `cfg` on `world` GPUs. Raises UserError where the head's section does not build for this target."""
+    """The plan of `cfg` on `world` ranks. Raises UserError where the head's section does not build for this target."""
     head = build_on_meta(cfg, spec)
     counts = {split: count_tokens(cfg, split) for split in SPLITS}
     sizes = [store_size(cfg, head, spec, tokens) for tokens in counts.values()]
@@ -90,6 +84,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         stage=int(cfg.zero["stage"]),
         memory=memory(cfg, head, spec, world),
         tokens=counts["train"],
+        heldout=counts["heldout"],
         store_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
         max_store_gb=cfg.data.max_store_gb,
         window_gb=cfg.data.window_gb,
@@ -99,7 +94,6 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         tokens_per_step=per_step,
         flops=cfg.train.steps * per_step * (flops_per_token(head, spec, cfg.data.max_length, cfg.train.micro_tokens) + beside),
         capture_flops=target_flops(spec, cfg.data.max_length) * captured,
-        missing=missing_inputs(cfg),
     )
 
 
@@ -210,15 +204,17 @@ def target_flops(spec: TargetSpec, length: int) -> float:
 
 
 def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
-    """From the store where it is finished and read, else from the answers there are so far, else the most that the conf allows."""
+    """From the store where it is finished and read, else from the answers there are so far, else the most that the conf allows. Another
+    target's store and answers do not count."""
     manifest = closed_manifest(cfg, split) if split in cfg.data.whole_splits else None
-    if manifest is not None:
+    if manifest is not None and of_this_target(cfg, manifest):
         return Tokens(manifest["tokens"], manifest["supervised_tokens"], "store")
     prompts = count_prompts(cfg, split)
     wanted = None if prompts is None else prompts * (cfg.data.sampling.samples if split == "train" and cfg.data.answers == "target" else 1)
     longest = min(cfg.data.max_length, cfg.target.max_model_len)
     answers = Path(cfg.data.responses) / f"{split}.jsonl"
-    records = read_jsonl_tolerant(answers)[0] if answers.is_file() else []
+    ours = answers.is_file() and of_this_target(cfg, answers_meta(cfg, split))
+    records = read_jsonl_tolerant(answers)[0] if ours else []
     if records:
         total = sum(min(len(r["prompt_ids"]) + len(r["response_ids"]), longest) for r in records)
         supervised = sum(b - a for r in records for a, b in spans_of(r, longest))

@@ -7,16 +7,31 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from train.plan import REACHED, Plan, hours
+from data.target import planned_spec
+from train.config import ROOT, RunConfig
+from train.devices import Device, here
+from train.plan import Plan, plan
+from train.verdict import bytes_text, verdict
 
 
-def show(found: Plan) -> None:
-    """Prints the plan as a table."""
-    Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(render(found))
+def made(cfg: RunConfig, world: int, device: Device | None = None) -> list[Table | str]:
+    """The plan of a run on `world` ranks as a table, and under it lines that say whether it fits. device: of each rank, or of all where
+    it is a CPU; None: what is here. UserError: as data.target.planned_spec and train.plan.plan."""
+    spec, device = planned_spec(cfg.target, ROOT), device or here()
+    found = plan(cfg, spec, world)
+    return [render(found, device), *verdict(cfg, spec, found, device)]
 
 
-def render(found: Plan) -> Table:
-    table = Table(title=f"plan of {found.name} on {found.world} GPU{'s' if found.world > 1 else ''}", title_justify="left")
+def show(parts: list[Table | str]) -> None:
+    """Prints what `made` returned."""
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    for part in parts:
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+
+
+def render(found: Plan, device: Device) -> Table:
+    where = device.name if device.shared else f"{found.world} GPU{'s' if found.world > 1 else ''} ({device.name})"
+    table = Table(title=f"plan of {found.name} on {where}", title_justify="left")
     table.add_column("part")
     table.add_column("size", justify="right")
     table.add_column("how it is reckoned")
@@ -24,16 +39,12 @@ def render(found: Plan) -> Table:
         ("head", f"{found.head_parameters / 1e6:,.1f} M", f"{found.head}, trained parameters"),
         ("frozen", f"{found.frozen_parameters / 1e6:,.1f} M", "embedding and lm_head of the target"),
     ]
-    rows += [(part, bytes_text(size), f"per GPU, ZeRO {found.stage}") for part, size in found.memory.items()]
-    rows += [("memory", bytes_text(sum(found.memory.values())), "per GPU, sum of the above; without allocator overhead")]
+    rows += [(part, bytes_text(size), f"per rank, ZeRO {found.stage}") for part, size in found.memory.items()]
+    rows += [("memory", bytes_text(sum(found.memory.values())), "per rank, sum of the above; without allocator overhead")]
     rows += _data_rows(found)
     table_end = [
         ("steps", f"{found.steps:,}", f"of up to {found.tokens_per_step:,} tokens{_epochs(found)}"),
-        (
-            "compute",
-            f"{found.flops:.2g} FLOP",
-            f"{time_text(hours(found.flops, found.world))} on {found.world} x H100 at {REACHED:.0%} of peak, loading not counted",
-        ),
+        ("compute", f"{found.flops:.2g} FLOP", "of the training, all steps and ranks"),
     ]
     for row in rows + table_end:
         table.add_row(*row)
@@ -44,16 +55,11 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
     if found.tokens is None or found.store_bytes is None:
         return [("tokens", "unknown", "set data.limit and data.heldout_limit to bound them")]
     how = {"store": "counted in the store", "answers": "from the answers there are", "bound": "at most: every answer at its limit"}
-    fits = "" if found.store_bytes <= found.max_store_gb * 1e9 else f"; over data.max_store_gb={found.max_store_gb:g}"
     window = "" if found.window_gb is None else f", a window of data.window_gb={found.window_gb:g}, captured anew each epoch"
-    capture = (
-        "capture",
-        f"{found.capture_flops:.2g} FLOP",
-        f"{time_text(hours(found.capture_flops, 1))} on one H100 at {REACHED:.0%} of peak",
-    )
+    capture = ("capture", f"{found.capture_flops:.2g} FLOP", "the target's forward pass")
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{window}{fits}")
+        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{window}")
         if found.states == "store"
         else ("store on disk", "none", f"data.states={found.states}: each rank runs the target beside the training"),
         *([capture] if found.capture_flops else []),
@@ -65,14 +71,3 @@ def _epochs(found: Plan) -> str:
         return ""
     epochs = found.steps * found.tokens_per_step / found.tokens.total
     return f": {'at least ' if found.tokens.source == 'bound' else ''}{epochs:.1f} epochs"
-
-
-def bytes_text(size: int) -> str:
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= one:
-            return f"{size / one:,.2f} {unit}"
-    return f"{size / 1e3:,.1f} kB"
-
-
-def time_text(hours: float) -> str:
-    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.1f} min" if hours * 60 >= 1 else f"{hours * 3600:,.1f} s"
