@@ -61,7 +61,7 @@ def naive(x, head, teacher, last, labels, loss):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("loss", [*OBJECTIVES, "0.1*ce + 0.9*tv", "2*kl"])
+@pytest.mark.parametrize("loss", [*OBJECTIVES, "0.1*ce + 0.9*tv", "2*kl", "0.2*ce + kl + 0.4*lk", "reverse_kl + 0.5*tv + jsd + top_ce"])
 def test_the_fused_loss_equals_the_naive_loop(loss, chunk, trained, weighted):
     x, head, teacher, last, labels = inputs(trained)
     if weighted:
