@@ -52,8 +52,8 @@ class Batch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """The same batch on `device`, states cast to `dtype` there; offsets stay on the CPU."""
-        states = (None if x is None else x.to(device, non_blocking=True).to(dtype) for x in (self.taps_TLD, self.last_TD))
-        return Batch(*(x.to(device, non_blocking=True) for x in (self.token_ids_T, self.loss_mask_T)), self.offsets_S1, *states)
+        moved = {name: x.to(device, non_blocking=True) for name, x in vars(self).items() if x is not None and name != "offsets_S1"}
+        return Batch(**vars(self) | {name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()})
 
 
 @dataclass

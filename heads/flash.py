@@ -115,8 +115,8 @@ class Ragged:
     @classmethod
     def of(cls, asks: Tensor | None, keys: Tensor | None, asked: list[int], seen: list[int], device: torch.device) -> Ragged:
         """asked, seen: rows and keys of each sequence."""
-        starts = (torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device) for lengths in (asked, seen))
-        return cls(asks, keys, *starts, max(asked), max(seen), causal=asks is None)
+        starts_q, starts_k = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32).to(device) for x in (asked, seen))
+        return cls(asks, keys, starts_q, starts_k, max(asked), max(seen), causal=asks is None)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
