@@ -36,14 +36,23 @@ def test_a_row_that_runs_out_of_memory_or_time_says_so_and_the_rest_go_on(script
     def hungry(case):
         if case.way == "published":
             raise torch.OutOfMemoryError("CUDA out of memory")
+        if case.way == "recompute":
+            raise RuntimeError("no such kernel\nstack")
         return lambda: None
 
+    def broken(*_):
+        raise RuntimeError("no kernel here")
+
+    checks = importlib.import_module("checks")
     monkeypatch.setattr(script, "stepper", hungry)
-    monkeypatch.setattr(script, "correctness", lambda: [{"what": "x", "dtype": "float32", "error": 1.0, "on_cpu": 0.0, "ok": False}])
+    monkeypatch.setattr(checks, "OBJECTIVES", ["kl"])
+    monkeypatch.setattr(checks, "loss_errors", lambda *_: (1.0, 0.0))
+    monkeypatch.setattr(checks, "attention_errors", broken)
     assert script.main(["--smoke", "--out", str(tmp_path)]) == 1
     found, table = report(tmp_path)
-    assert [row.get("note") for row in found["rows"]] == [None, None, "out of memory"] * 2
-    assert "out of memory" in table and "WRONG" in table
+    assert [row.get("note") for row in found["rows"]] == [None, "no such kernel", "out of memory"] * 2
+    assert "out of memory" in table and "WRONG |" in table and "WRONG no kernel here" in table
+    assert {check["what"]: check["ok"] for check in found["correctness"]}["documents in a pack and alone"]
     assert script.main(["--smoke", "--minutes", "0", "--out", str(tmp_path)]) == 1
     assert all(row["note"] == "no time left" for row in report(tmp_path)[0]["rows"])
 

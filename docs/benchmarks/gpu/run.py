@@ -9,6 +9,7 @@ time of the first row. Rows that run out of memory, or of minutes, say so. --smo
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -126,6 +127,7 @@ def best_product(size: int) -> float:
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     row: dict[str, Any] = {"size": case.size, "vocabulary": case.U, "depths": case.K, "tokens": case.T, "way": case.way}
     try:
+        gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -133,8 +135,8 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         step()  # the optimizer's states, and what kernels set up at their first call
         step()
         seconds = timed(step, rounds)
-    except torch.OutOfMemoryError:
-        return row | {"note": "out of memory"}
+    except RuntimeError as error:  # the other rows go on
+        return row | {"note": "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]}
     row |= {"seconds": seconds, "tokens_per_second": case.T / seconds, "flops_per_second": case.flops() / seconds}
     if DEVICE.type == "cuda":
         row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -143,11 +145,14 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 def kernels(case: Case) -> str:
     """Which operations take a step's time."""
-    step = stepper(case)
-    step()
-    with torch.profiler.profile() as found:
+    try:
+        step = stepper(case)
         step()
-        wait()
+        with torch.profiler.profile() as found:
+            step()
+            wait()
+    except RuntimeError as error:
+        return f"{case}: {error}"
     order = "self_device_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
     return f"{case}\n\n" + found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=90)
 
@@ -165,6 +170,14 @@ def cases(smoke: bool) -> list[Case]:
     return found
 
 
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def verdict(check: dict[str, Any]) -> str:
+    return "right" if check["ok"] else f"WRONG {check.get('note', '')}".strip()
+
+
 def markdown(report: dict[str, Any]) -> str:
     machine = report["machine"]
     of = f"{machine['peak'] / 1e12:.0f} TFLOP/s" if machine["peak"] else "unknown"
@@ -175,8 +188,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines += ["", f"{len(report['correctness'])} checks against float64 on the CPU, {len(wrong)} wrong.", ""]
     lines += ["| check | dtype | error | the CPU's own | |", "|---|---|---|---|---|"]
     lines += [
-        f"| {c['what']} | {c['dtype']} | {c['error']:.1e} | {c['on_cpu']:.1e} | {'right' if c['ok'] else 'WRONG'} |"
-        for c in report["correctness"]
+        f"| {c['what']} | {c['dtype']} | {number(c['error'])} | {number(c['on_cpu'])} | {verdict(c)} |" for c in report["correctness"]
     ]
     lines += ["", "| target | vocabulary | depths | tokens | way | tokens/s | MFU | of best product | peak GB |", "|" + "---|" * 9]
     for r in report["rows"]:
