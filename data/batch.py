@@ -65,6 +65,14 @@ def share_out(documents: list[dict[str, Any]], place: int, share: int) -> list[d
     return kept
 
 
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """End to end; where there is a GPU in pinned memory, out of which it copies by itself and several times faster."""
+    if not torch.cuda.is_available():
+        return torch.cat(parts)
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    return torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
+
+
 class Batches:
     """Packed batches of one rank. Documents are cut to max_length (`cut` counts them); those without a label within it are
     left out (`skipped`). `waited`: seconds that consumers of `prefetch` have waited for data so far.
@@ -117,14 +125,14 @@ class Batches:
         if share > 1:
             documents = share_out(documents, place, share)
         offsets_S1 = torch.tensor([0, *itertools.accumulate(len(document["token_ids"]) for document in documents)], dtype=torch.int64)
-        loss_mask_T = torch.cat([document["loss_mask"] for document in documents])
+        loss_mask_T = joined([document["loss_mask"] for document in documents])
         loss_mask_T[offsets_S1[:-1]] = False  # no state of its own document predicts a first token
         return Batch(
-            token_ids_T=torch.cat([document["token_ids"] for document in documents]),
+            token_ids_T=joined([document["token_ids"] for document in documents]),
             loss_mask_T=loss_mask_T,
             offsets_S1=offsets_S1,
-            taps_TLD=torch.cat([document["taps"] for document in documents]) if self.taps else None,
-            last_TD=None if documents[0]["last"] is None else torch.cat([document["last"] for document in documents]),
+            taps_TLD=joined([document["taps"] for document in documents]) if self.taps else None,
+            last_TD=None if documents[0]["last"] is None else joined([document["last"] for document in documents]),
         )
 
     def steps_per_epoch(self, accum: int) -> int:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from heads.flash import Kernel, Layout, PerDocument, Varlen, split
 
 
 @dataclass
@@ -33,6 +36,10 @@ class Rows:
         place_T1 = torch.full((self.total + 1,), -1, device=index.device)
         place_T1[self.index_R] = torch.arange(len(self.index_R), device=index.device)
         return place_T1[index]
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self)
 
     def parts(self) -> Iterator[tuple[slice, tuple[int, int, int]]]:
         """Per span: where its rows lie among these, and the span."""
@@ -129,16 +136,14 @@ def causal_diagonal_dense(q: Tensor, keys: list[Tensor], values: list[Tensor], r
 class _Merged(torch.autograd.Function):
     """Flash attention over depth 0 merged with the diagonals by log-sum-exp.
 
-    The rows of a document see two parts of depth 0: all of what lies before their span, and causally the span itself.
-    The backward hands the *merged* output O and log-sum-exp L to the flash backward: with P = exp(s - L) and
-    delta = sum(dO * O) its formulas are those of the joint softmax, so no derivative of L itself is needed; the
-    diagonals use the same L and delta.
+    The backward hands the *merged* output O and log-sum-exp L to the flash backward (see heads/flash.py), so no derivative of L itself
+    is needed; the diagonals use the same L and delta.
     """
 
     @staticmethod
-    def forward(ctx, scale: float, rows: Rows, q: Tensor, k0: Tensor, v0: Tensor, *diagonals: Tensor) -> Tensor:  # type: ignore[override]
-        split, out, lse = _split(q, k0), *_flash(q, k0, v0, rows, scale)
-        scores = [(split * k[:, :, None]).sum(-1) * scale for k in diagonals[::2]]
+    def forward(ctx, kernel: Kernel, scale: float, rows: Rows, q: Tensor, k0: Tensor, v0: Tensor, *diagonals: Tensor) -> Tensor:  # type: ignore[override]
+        queries, (out, lse) = split(q, k0), kernel.forward(q, k0, v0, rows, scale)
+        scores = [(queries * k[:, :, None]).sum(-1) * scale for k in diagonals[::2]]
         if scores:
             merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
             out *= (lse - merged).exp_()[..., None]
@@ -147,7 +152,7 @@ class _Merged(torch.autograd.Function):
             lse = merged
         out = out.flatten(1, 2).to(q.dtype)
         ctx.save_for_backward(q, k0, v0, out, lse, *diagonals, *scores)
-        ctx.scale, ctx.rows = scale, rows
+        ctx.kernel, ctx.scale, ctx.rows = kernel, scale, rows
         return out
 
     @staticmethod
@@ -155,84 +160,30 @@ class _Merged(torch.autograd.Function):
         q, k0, v0, out, lse, *rest = ctx.saved_tensors
         count, scale = len(rest) // 3, ctx.scale
         diagonals, scores = rest[: 2 * count], rest[2 * count :]
-        dq, dk, dv = _flash_backward(grad, q, k0, v0, out, lse, ctx.rows, scale)
+        dq, dk, dv = ctx.kernel.backward(grad, q, k0, v0, out, lse, ctx.rows, scale)
         grads: list[Tensor] = []
         if count:
-            split_q, split_g = _split(q, k0), _split(grad, k0)
-            delta = (split_g * _split(out, k0)).sum(-1)
+            split_q, split_g = split(q, k0), split(grad, k0)
+            delta = (split_g * split(out, k0)).sum(-1)
             for s, k, v in zip(scores, diagonals[::2], diagonals[1::2], strict=True):
                 p = (s - lse).exp_()
                 ds = p * ((split_g * v[:, :, None]).sum(-1) - delta) * scale
                 dq.addcmul_(ds[..., None], k[:, :, None])
                 grads.append((ds[..., None] * split_q).sum(2).to(k.dtype))
                 grads.append((p[..., None] * split_g).sum(2).to(v.dtype))
-        return None, None, dq.flatten(1, 2).to(q.dtype), dk, dv, *grads
-
-
-def _split(x: Tensor, k0: Tensor) -> Tensor:
-    """[R, N, H] -> [R, M, G, H], at least in float32."""
-    return x.unflatten(1, (k0.shape[1], -1)).to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _parts(rows: Rows, dtype: torch.dtype):
-    """Per document: its rows among the queries, and the parts of depth 0 that they see: (keys, whether causal, mask or None).
-
-    Flash attention knows the causal mask of a whole span of rows; where some were left out, the mask is spelt out for the span, and
-    for nothing before it."""
-    for here, (start, first, end) in rows.parts():
-        inner: tuple[slice, bool, Tensor | None] = (slice(first, end), True, None)
-        if here.stop - here.start < end - first:
-            future = torch.arange(first - start, end - start, device=rows.positions_R.device) > rows.positions_R[here][:, None]
-            inner = (slice(first, end), False, torch.zeros(future.shape, dtype=dtype).masked_fill_(future, float("-inf"))[None, None])
-        yield here, [inner] + ([(slice(start, first), False, None)] if first > start else [])
-
-
-def grouped(x: Tensor, group: int) -> Tensor:
-    """Keys [Q, M, H] as [M, G, Q, H], without a copy."""
-    return x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-
-
-def _flash(q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over depth 0: output [R, M, G, H] and log-sum-exp [R, M, G], at least in float32."""
-    group = q.shape[1] // k0.shape[1]
-    out = _split(q, k0).new_empty(len(q), k0.shape[1], group, q.shape[2])
-    lse = out.new_empty(out.shape[:3])
-    for here, parts in _parts(rows, q.dtype):
-        queries = q[here].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-        found = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries, grouped(k0[keys], group), grouped(v0[keys], group), 0.0, causal, attn_mask=mask, scale=scale
-            )
-            for keys, causal, mask in parts
-        ]
-        mixed, merged = found[0]
-        if len(found) == 2:
-            merged = torch.logaddexp(found[0][1], found[1][1])
-            mixed = sum(((x * (part - merged).exp_()[..., None]) for x, part in found), torch.zeros_like(merged)[..., None])
-        out[here], lse[here] = mixed.permute(2, 0, 1, 3), merged.permute(2, 0, 1)
-    return out, lse
-
-
-def _flash_backward(grad, q, k0, v0, out, lse, rows: Rows, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients over depth 0: of q [R, M, G, H], at least in float32, of k0 and v0 [T, M, H]."""
-    group = q.shape[1] // k0.shape[1]
-    dq = _split(q, k0).new_zeros(len(q), k0.shape[1], group, q.shape[2])
-    dk, dv = torch.zeros_like(k0), torch.zeros_like(v0)
-    for here, parts in _parts(rows, q.dtype):
-        g, queries, o = (x[here].unflatten(1, (-1, group)).permute(1, 2, 0, 3) for x in (grad, q, out))
-        for keys, causal, mask in parts:
-            k, v, total = grouped(k0[keys], group), grouped(v0[keys], group), lse[here].permute(1, 2, 0)
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, queries, k, v, o, total, 0.0, causal, attn_mask=mask, scale=scale
-            )
-            dq[here] += found[0].permute(2, 0, 1, 3)
-            dk[keys], dv[keys] = (x.sum(1).transpose(0, 1) for x in found[1:])
-    return dq, dk, dv
+        return None, None, None, dq.flatten(1, 2).to(q.dtype), dk, dv, *grads
 
 
 def causal_diagonal(q: Tensor, keys: list[Tensor], values: list[Tensor], rows: Rows, scale: float) -> Tensor:
-    """Attention of the deepest entry's queries; see `causal_diagonal_dense` for shapes. Exact on every path."""
-    if q.device.type != "cpu":
-        return causal_diagonal_dense(q, keys, values, rows, scale)
+    """Attention of the deepest entry's queries; see `causal_diagonal_dense` for shapes. Exact on every path. What an accelerator has no
+    flash kernel for, float32 above all, takes the definition there."""
+    if q.device.type == "cpu":
+        return merged(PerDocument(), q, keys, values, rows, scale)
+    if q.device.type == "cuda" and Varlen.takes(q, rows):
+        return merged(Varlen(), q, keys, values, rows, scale)
+    return causal_diagonal_dense(q, keys, values, rows, scale)
+
+
+def merged(kernel: Kernel, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: Rows, scale: float) -> Tensor:
     diagonals = [x for pair in zip(keys[1:], values[1:], strict=True) for x in pair]
-    return _Merged.apply(scale, rows, q, keys[0], values[0], *diagonals)
+    return _Merged.apply(kernel, scale, rows, q, keys[0], values[0], *diagonals)

@@ -51,9 +51,9 @@ class Batch:
     last_TD: Tensor | None = None  # after the target's final norm; zero rows where the store holds none
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
-        """The same batch on `device`, states cast to `dtype`; offsets stay on the CPU."""
-        states = (None if x is None else x.to(device=device, dtype=dtype, non_blocking=True) for x in (self.taps_TLD, self.last_TD))
-        return Batch(self.token_ids_T.to(device), self.loss_mask_T.to(device), self.offsets_S1, *states)
+        """The same batch on `device`, states cast to `dtype` there; offsets stay on the CPU."""
+        moved = {name: x.to(device, non_blocking=True) for name, x in vars(self).items() if x is not None and name != "offsets_S1"}
+        return Batch(**vars(self) | {name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()})
 
 
 @dataclass
@@ -82,6 +82,7 @@ class DraftHead(nn.Module):
     depth_weights: tuple[float, ...]  # weight of each depth's mean loss
     contiguous: bool = False  # a depth of an anchor counts only where the tokens of all depths before it are supervised too
     self_labelled: bool = False  # the loss holds labels or weights made of the head's own output, constants to its gradient
+    recompute: bool | None = None  # whether training works a depth out again in the backward instead of keeping it; None: it cannot
     draft_vocab_size: int | None = None  # size of the reduced vocabulary; None: it drafts the target's whole one
     begins_as: dict[str, str] = {}  # parameters of a new run that are tensors of the target's own: our name -> its name there
     target: TargetSpec

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.attention import grouped
+from heads.flash import grouped
 
 QUERIES = 256  # of one call: bounds its mask
 

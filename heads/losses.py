@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.objectives import Row, mixture, reads_target
+from heads.objectives import Rows, logsumexp, mixture, reads_target
 
 SLICE = 32  # rows of an element-wise pass on a CPU: what it touches stays in cache
+SLICE_BYTES = 64 << 20  # of an element-wise pass on an accelerator: many times what its kernels take to start, little beside a chunk
 
 
 @dataclass
@@ -49,10 +50,10 @@ class _Scratch:
 
     def __init__(self, rows: int, head_UD: Tensor, with_teacher: bool) -> None:
         size, wide = len(head_UD), torch.promote_types(head_UD.dtype, torch.float32)
-        self.step = min(rows, SLICE) if head_UD.device.type == "cpu" else rows
+        self.step = min(rows, SLICE if head_UD.device.type == "cpu" else max(1, SLICE_BYTES // (size * wide.itemsize)))
         self.logits_LU = head_UD.new_empty(rows, size)
         self.p_LU = head_UD.new_empty(rows if with_teacher else 0, size, dtype=wide)
-        self._slice_LU = head_UD.new_empty(self.step, size, dtype=wide)
+        self._slices_LU = [head_UD.new_empty(self.step, size, dtype=wide) for _ in range(3)]
 
     def teacher(self, last_LD: Tensor, teacher_UD: Tensor) -> tuple[Tensor, Tensor]:
         """The target's probabilities [L, U] and sum p log p [L]. The first stay until the next call."""
@@ -61,65 +62,45 @@ class _Scratch:
         for part in self._parts(len(last_LD)):
             z, p = _wide(logits_LU[part]), self.p_LU[part]
             torch.softmax(z, -1, out=p)
-            negentropy_L[part] = self._dot(p, z) - _logsumexp(z, p)
+            negentropy_L[part] = torch.mul(p, z, out=self._slices_LU[0][: len(z)]).sum(-1) - logsumexp(z, p)
         return self.p_LU[: len(last_LD)], negentropy_L
 
-    def _logits(self, products: Products) -> Tensor:
+    def row_losses(
+        self,
+        products: Products,
+        teacher: tuple[Tensor, Tensor] | None,
+        y_L: Tensor,
+        loss: Mapping[str, float],
+        accepted_L: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for y and loss; teacher: as
+        `teacher` gives it, of these rows. accepted_L, where given, receives sum min(p, q)."""
         (x_LD, head_UD), *terms = products
         logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
-        for rows, weight in terms:
-            logits_LU.addmm_(rows, weight.T)
-        return logits_LU
-
-    def text_losses(self, products: Products, y_L: Tensor, weight: float) -> Row:
-        """row_losses of cross-entropy to the text alone, which needs no target: in as few passes as it takes."""
-        logits_LU = self._logits(products)
+        for added, weight in terms:
+            logits_LU.addmm_(added, weight.T)
         loss_L = self.p_LU.new_empty(len(logits_LU))
         for part in self._parts(len(logits_LU)):
-            z, y_L1 = _wide(logits_LU[part]), y_L[part].clamp(min=0)[:, None]
-            there_L = weight * (y_L[part] >= 0).to(z.dtype)
-            q = torch.softmax(z, -1, out=self._slice_LU[: len(z)])
-            loss_L[part] = there_L * (_logsumexp(z, q) - z.gather(1, y_L1).squeeze(1))
-            logits_LU[part] = q.scatter_add_(1, y_L1, torch.full_like(y_L1, -1, dtype=q.dtype)).mul_(there_L[:, None])
-        return loss_L, logits_LU
-
-    def row_losses(
-        self, products: Products, p_LU: Tensor, negentropy_L: Tensor, y_L: Tensor, loss: Mapping[str, float], accepted_L: Tensor | None
-    ) -> Row:
-        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for p, y and loss.
-        accepted_L, where given, receives sum min(p, q)."""
-        logits_LU = self._logits(products)
-        loss_L = p_LU.new_empty(len(logits_LU))
-        for part in self._parts(len(logits_LU)):
-            z, p = _wide(logits_LU[part]), p_LU[part]
-            if loss.keys() == {"kl"}:  # the usual one, in as few passes as it takes
-                cross_L = self._dot(p, z)
-                q = torch.softmax(z, -1, out=self._slice_LU[: len(z)])
-                loss_L[part] = loss["kl"] * (negentropy_L[part] - cross_L + _logsumexp(z, q))
-                self._accept(p, q, accepted_L, part)
-                logits_LU[part] = q.sub_(p).mul_(loss["kl"])
-            else:
-                log_q = z.log_softmax(-1)
-                q = log_q.exp()
-                self._accept(p, q, accepted_L, part)
-                loss_L[part], logits_LU[part] = mixture(loss, p, q, log_q, y_L[part])
+            z = _wide(logits_LU[part])
+            p, negentropy = (None, None) if teacher is None else (x[part] for x in teacher)
+            rows = Rows(z, p, negentropy, y_L[part], [x[: len(z)] for x in self._slices_LU])
+            loss_L[part] = mixture(loss, rows)
+            if accepted_L is not None:
+                accepted_L[part] = rows.accepted
+            logits_LU[part] = rows.gradient()
         return loss_L, logits_LU
 
     def _parts(self, rows: int) -> Iterator[slice]:
         return (slice(i, min(i + self.step, rows)) for i in range(0, rows, self.step))
 
-    @staticmethod
-    def _accept(p_LU: Tensor, q_LU: Tensor, accepted_L: Tensor | None, part: slice) -> None:
-        if accepted_L is not None:
-            accepted_L[part] = torch.minimum(p_LU, q_LU).sum(-1)
 
-    def _dot(self, p_LU: Tensor, z_LU: Tensor) -> Tensor:
-        return torch.mul(p_LU, z_LU, out=self._slice_LU[: len(z_LU)]).sum(-1)
-
-
-def _logsumexp(z_LU: Tensor, softmax_LU: Tensor) -> Tensor:
-    """Of z, whose softmax is known: at the largest entry, log softmax = z - logsumexp."""
-    return z_LU.amax(-1) - softmax_LU.amax(-1).log()
+def _pieces(row_KL: Tensor, chunk: int) -> list[list[Tensor]]:
+    """By chunk and depth the label positions of the chunk, as places in L, that have a row. All at once: the one place where the loss
+    waits for the device."""
+    valid_KL = row_KL >= 0
+    counts = torch.stack([part.sum(1) for part in valid_KL.split(chunk, 1)], 1).tolist()  # [K, chunks]
+    by_depth = valid_KL.nonzero()[:, 1].split([sum(sizes) for sizes in counts])
+    return list(zip(*(places.split(sizes) for places, sizes in zip(by_depth, counts, strict=True)), strict=True))  # type: ignore[arg-type]
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -137,25 +118,22 @@ class _FusedLoss(torch.autograd.Function):
         grads = [torch.zeros_like(w, dtype=torch.float32) if need else None for w, need in zip(weights, needed, strict=False)]
         grads += [torch.zeros_like(x) if need else None for x, need in zip(tensors[count:], needed[count:], strict=True)]
         scratch = _Scratch(min(chunk, len(labels.position_L)), weights[0], with_teacher=last_TD is not None)
-        for i in range(0, len(labels.position_L), chunk):
+        for i, pieces in zip(range(0, len(labels.position_L), chunk), _pieces(labels.row_KL, chunk), strict=False):
             here = slice(i, i + chunk)
             teacher = None if last_TD is None else scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
-            for k, given_rows in enumerate(rows_KR):
-                valid = labels.row_KL[k, here] >= 0
-                full, rows = bool(valid.all()), labels.row_KL[k, here][valid]
-                products, y_L = [(x[rows], w) for x, w in zip(given_rows, weights, strict=True)], labels.token_L[here][valid]
-                if teacher is None:
-                    loss_L, dlogits = scratch.text_losses(products, y_L, loss["ce"])
-                else:
-                    p, negentropy = teacher if full else (x[valid] for x in teacher)
-                    accepted_L = None if accepted_KR is None else p.new_empty(len(rows))
-                    loss_L, dlogits = scratch.row_losses(products, p, negentropy, y_L, loss, accepted_L)
-                    if accepted_KR is not None and accepted_L is not None:
-                        accepted_KR[k, rows] = accepted_L
+            for k, (given_rows, places) in enumerate(zip(rows_KR, pieces, strict=True)):
+                rows = labels.row_KL[k, places]
+                products, of_rows = [(x[rows], w) for x, w in zip(given_rows, weights, strict=True)], teacher
+                if teacher is not None and len(rows) < len(teacher[0]):
+                    of_rows = (teacher[0][places - i], teacher[1][places - i])
+                accepted_L = None if accepted_KR is None else accepted_KR.new_empty(len(rows))
+                loss_L, dlogits = scratch.row_losses(products, of_rows, labels.token_L[places], loss, accepted_L)
+                if accepted_KR is not None:
+                    accepted_KR[k, rows] = accepted_L
                 scale = weight_K[k].to(loss_L.dtype)
                 if labels.weight_KL is not None:
-                    scale = scale * labels.weight_KL[k, here][valid]
-                    loss_L = loss_L * labels.weight_KL[k, here][valid]
+                    scale = scale * labels.weight_KL[k, places]
+                    loss_L = loss_L * labels.weight_KL[k, places]
                 loss_K[k] += loss_L.sum()
                 _add_gradients(products, dlogits, scale[:, None] if scale.dim() else scale, rows, grads[:count], grads[count * (k + 1) :])
         ctx.there, ctx.dtype = [grad is not None for grad in grads], weights[0].dtype

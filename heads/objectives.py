@@ -10,6 +10,7 @@ Shape suffixes: L rows, U draft vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,76 +19,162 @@ TINY = 1e-30
 ETA = 3.0  # of `lk`: how fast it goes over from KL to total variation as acceptance grows (arXiv 2602.23881)
 TOP = 10  # of `top_ce`
 
-Row = tuple[Tensor, Tensor]  # loss [L], gradient by the logits [L, U]
+Weight = float | Tensor  # of a part: one number, or one per row [L]
 
 
-def _through_softmax(q_LU: Tensor, g_LU: Tensor) -> Tensor:
-    return q_LU * (g_LU - (q_LU * g_LU).sum(-1, keepdim=True))
+class Rows:
+    """Some rows of a loss: their statistics, worked out once for all parts of a mixture, and the sum of the parts' gradients, which passes
+    the softmax once. p_LU, negentropy_L = sum p log p: None where no part reads the target.
+
+    Gradient by the logits: q (slope - sum q slope) + of_q q + of_p p, and what single tokens add (`points`).
+    """
+
+    def __init__(self, z_LU: Tensor, p_LU: Tensor | None, negentropy_L: Tensor | None, y_L: Tensor, scratch: list[Tensor]) -> None:
+        """scratch: three like z_LU; the first becomes q."""
+        self.z, self.y = z_LU, y_L
+        self._p, self._negentropy = p_LU, negentropy_L
+        q, self._slope, self._free = scratch
+        self.q = torch.softmax(z_LU, -1, out=q)
+        self.lse = logsumexp(z_LU, self.q)
+        self.of_q: Weight = 0.0
+        self.of_p: Weight = 0.0
+        self.sloped = False
+        self.points: list[tuple[Tensor, Tensor]] = []  # tokens and what to add there, [L, *] both
+
+    @property
+    def p(self) -> Tensor:
+        assert self._p is not None
+        return self._p
+
+    @property
+    def negentropy(self) -> Tensor:
+        assert self._negentropy is not None
+        return self._negentropy
+
+    @cached_property
+    def cross(self) -> Tensor:
+        """sum p z [L]."""
+        return self.dot(self.p, self.z)
+
+    @cached_property
+    def accepted(self) -> Tensor:
+        """a [L]."""
+        return torch.minimum(self.p, self.q, out=self._free).sum(-1)
+
+    def dot(self, a_LU: Tensor, b_LU: Tensor) -> Tensor:
+        return torch.mul(a_LU, b_LU, out=self._free).sum(-1)
+
+    @cached_property
+    def below(self) -> Tensor:
+        """Whether q < p [L, U], where more of q is more acceptance: da/dq."""
+        return torch.lt(self.q, self.p)
+
+    def add_slope(self, g_LU: Tensor, weight: Weight) -> None:
+        """g_LU: df/dq of a part."""
+        if self.sloped:
+            self._slope += g_LU * _column(weight)
+        else:
+            torch.mul(g_LU, _column(weight), out=self._slope)
+        self.sloped = True
+
+    def minus_log(self, index_L: Tensor, weight: Weight) -> Tensor:
+        """Loss [L] -log q of one token; nothing where its index is -1."""
+        there_L, index_L1 = weight * (index_L >= 0).to(self.z.dtype), index_L.clamp(min=0)[:, None]
+        self.of_q = self.of_q + there_L
+        self.points.append((index_L1, -there_L[:, None]))
+        return there_L * (self.lse - self.z.gather(1, index_L1).squeeze(1))
+
+    def gradient(self) -> Tensor:
+        """By the logits [L, U], in the place of q."""
+        grad_LU, of_q, of_p = self.q, self.of_q, self.of_p
+        if self.sloped:
+            shift_L = of_q - self.dot(grad_LU, self._slope)
+            grad_LU *= self._slope.add_(shift_L[:, None])
+        elif isinstance(of_q, float) and of_p == -of_q:  # KL alone
+            return grad_LU.sub_(self.p) if of_q == 1 else grad_LU.sub_(self.p).mul_(of_q)
+        else:
+            grad_LU *= _column(of_q)
+        if isinstance(of_p, Tensor):
+            grad_LU.addcmul_(self.p, of_p[:, None])
+        elif of_p:
+            grad_LU.add_(self.p, alpha=of_p)
+        for index, value in self.points:
+            grad_LU.scatter_add_(1, index, value)
+        return grad_LU
 
 
-def _minus_log(log_q_LU: Tensor, q_LU: Tensor, index_L: Tensor) -> Row:
-    """-log q of one token; nothing where its index is -1."""
-    there_L1, index_L1 = (index_L >= 0)[:, None], index_L.clamp(min=0)[:, None]
-    grad_LU = q_LU.clone().scatter_add_(1, index_L1, torch.full_like(index_L1, -1, dtype=q_LU.dtype))
-    return (-log_q_LU.gather(1, index_L1) * there_L1).squeeze(1), grad_LU * there_L1
+def _column(weight: Weight) -> Weight:
+    return weight[:, None] if isinstance(weight, Tensor) else weight
 
 
-def ce(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def logsumexp(z_LU: Tensor, softmax_LU: Tensor) -> Tensor:
+    """Of z, whose softmax is known: at the largest entry, log softmax = z - logsumexp."""
+    return z_LU.amax(-1) - softmax_LU.amax(-1).log()
+
+
+# Each part: adds its gradient, times the weight, to `r`, and returns its loss [L], times the weight.
+
+
+def ce(r: Rows, weight: Weight) -> Tensor:
     """-log q(y), y the text's own token: needs no target."""
-    return _minus_log(log_q, q, y)
+    return r.minus_log(r.y, weight)
 
 
-def argmax_ce(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def argmax_ce(r: Rows, weight: Weight) -> Tensor:
     """-log q of the target's likeliest token: what greedy verification asks for."""
-    return _minus_log(log_q, q, p.argmax(-1))
+    return r.minus_log(r.p.argmax(-1), weight)
 
 
-def kl(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def kl(r: Rows, weight: Weight) -> Tensor:
     """KL(p || q)."""
-    return torch.special.xlogy(p, p).sum(-1) - (p * log_q).sum(-1), q - p
+    r.of_q, r.of_p = r.of_q + weight, r.of_p - weight
+    return weight * (r.negentropy - r.cross + r.lse)
 
 
-def reverse_kl(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def reverse_kl(r: Rows, weight: Weight) -> Tensor:
     """KL(q || p)."""
-    ratio = log_q - p.clamp(min=TINY).log()
-    return (q * ratio).sum(-1), _through_softmax(q, ratio)
+    ratio_LU = r.z - r.lse[:, None] - r.p.clamp(min=TINY).log_()
+    r.add_slope(ratio_LU, weight)
+    return weight * r.dot(r.q, ratio_LU)
 
 
-def jsd(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def jsd(r: Rows, weight: Weight) -> Tensor:
     """Jensen-Shannon: (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2."""
-    log_m = ((p + q) / 2).clamp(min=TINY).log()
-    ratio = log_q - log_m
-    loss = torch.special.xlogy(p, p).sum(-1) - (p * log_m).sum(-1) + (q * ratio).sum(-1)
-    return loss / 2, _through_softmax(q, ratio / 2)
+    log_m_LU = (r.p + r.q).div_(2).clamp_(min=TINY).log_()
+    ratio_LU = r.z - r.lse[:, None] - log_m_LU
+    r.add_slope(ratio_LU, weight / 2)
+    return weight * (r.negentropy - r.dot(r.p, log_m_LU) + r.dot(r.q, ratio_LU)) / 2
 
 
-def tv(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def tv(r: Rows, weight: Weight) -> Tensor:
     """Total variation, 1 - a: what acceptance of *sampled* drafts asks for. Greedy drafts are accepted otherwise."""
-    return (p - q).abs().sum(-1) / 2, _through_softmax(q, (q - p).sign() / 2)
+    loss_L = weight * (1 - r.accepted)
+    r.add_slope(r.below, -weight)
+    return loss_L
 
 
-def log_acceptance(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def log_acceptance(r: Rows, weight: Weight) -> Tensor:
     """-log a: total variation with a gradient that does not vanish where hardly anything is accepted."""
-    loss, grad = tv(p, q, log_q, y)
-    accepted = (1 - loss).clamp(min=1e-6)
-    return -accepted.log(), grad / accepted[:, None]
+    accepted_L = r.accepted.clamp(min=1e-6)
+    tv(r, weight / accepted_L)
+    return -weight * accepted_L.log()
 
 
-def lk(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def lk(r: Rows, weight: Weight) -> Tensor:
     """w KL + (1 - w) TV, w = exp(-ETA a) without gradient: KL while little is accepted, then total variation."""
-    (far, far_grad), (near, near_grad) = kl(p, q, log_q, y), tv(p, q, log_q, y)
-    w = torch.exp(-ETA * (1 - near))
-    return w * far + (1 - w) * near, w[:, None] * far_grad + (1 - w)[:, None] * near_grad
+    w_L = torch.exp(-ETA * r.accepted)
+    return kl(r, weight * w_L) + tv(r, weight * (1 - w_L))
 
 
-def top_ce(p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
+def top_ce(r: Rows, weight: Weight) -> Tensor:
     """-sum p log q over the TOP likeliest tokens of the target (HASS, arXiv 2408.15766)."""
-    top, index = p.topk(min(TOP, p.shape[-1]), dim=-1)
-    grad = (q * top.sum(-1, keepdim=True)).scatter_add_(1, index, -top)
-    return -(top * log_q.gather(1, index)).sum(-1), grad
+    top, index = r.p.topk(min(TOP, r.p.shape[-1]), dim=-1)
+    r.of_q = r.of_q + weight * top.sum(-1)
+    r.points.append((index, -top * _column(weight)))
+    return weight * (top * (r.lse[:, None] - r.z.gather(1, index))).sum(-1)
 
 
-OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Row]] = {
+OBJECTIVES: dict[str, Callable[[Rows, Weight], Tensor]] = {
     f.__name__: f for f in (ce, argmax_ce, kl, reverse_kl, jsd, tv, log_acceptance, lk, top_ce)
 }
 
@@ -111,7 +198,6 @@ def reads_target(loss: Mapping[str, float]) -> bool:
     return loss.keys() != {"ce"}
 
 
-def mixture(loss: Mapping[str, float], p: Tensor, q: Tensor, log_q: Tensor, y: Tensor) -> Row:
-    """Loss [L] and gradient [L, U] of a checked mixture."""
-    parts = [(weight, *OBJECTIVES[name](p, q, log_q, y)) for name, weight in loss.items()]
-    return sum((w * value for w, value, _ in parts), torch.zeros_like(parts[0][1])), sum(w * grad for w, _, grad in parts)  # type: ignore[return-value]
+def mixture(loss: Mapping[str, float], rows: Rows) -> Tensor:
+    """Losses [L] of a checked mixture; their gradient is then `rows.gradient()`."""
+    return sum((OBJECTIVES[name](rows, weight) for name, weight in loss.items()), torch.zeros_like(rows.lse))

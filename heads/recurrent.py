@@ -10,8 +10,11 @@ Shape suffixes: T packed tokens, R rows of them that have a label, D hidden.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from heads.attention import Documents, KeyValues
 from heads.base import Batch
@@ -21,6 +24,8 @@ from heads.losses import Labels
 
 class RecurrentHead(ChainHead):
     """Subclasses give `first_state` and `step`."""
+
+    recompute = False
 
     def first_state(self, batch: Batch) -> Tensor:
         """[T, D] state that depth 0 reads, from the target's states."""
@@ -35,6 +40,23 @@ class RecurrentHead(ChainHead):
         """Empty key/value caches, one per attention layer."""
         raise NotImplementedError
 
+    def depth(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
+        """`step` in training: with `recompute` it keeps its inputs alone, and is taken again in the backward."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self.step(state, embed, docs, caches)
+        docs, before = copy.copy(docs), [KeyValues([*cache.keys], [*cache.values]) for cache in caches]  # as they are now
+
+        def again(state: Tensor, embed: Tensor) -> tuple[Tensor, ...]:
+            own = [KeyValues([*cache.keys], [*cache.values]) for cache in before]
+            x, fed_back = self.step(state, embed, docs, own)
+            return x, fed_back, *(x[-1] for cache in own for x in (cache.keys, cache.values))
+
+        x, fed_back, *new = checkpoint(again, state, embed, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+        for i, cache in enumerate(caches):
+            cache.keys.append(new[2 * i])
+            cache.values.append(new[2 * i + 1])
+        return x, fed_back
+
     def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
         docs.need(labels.row_KL)
         labels.row_KL = docs.needed.place(labels.row_KL)
@@ -42,7 +64,7 @@ class RecurrentHead(ChainHead):
         for k in range(self.depths):
             index_T, _ = docs.shifted(1 + k)
             index = index_T if k == 0 else docs.needed.of(index_T)
-            x_RD, state = self.step(state, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
+            x_RD, state = self.depth(state, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
             x_KRD.append(x_RD)
         return x_KRD
 

@@ -181,6 +181,20 @@ def test_the_first_token_of_a_document_is_never_a_label(tmp_path):
     assert store.get(0, ())["loss_mask"][0]
 
 
+def test_what_goes_to_a_gpu_lies_in_pinned_memory(store, monkeypatch):
+    plain, empty, pinned = batches(store).step(0, 1)[0], torch.empty, []
+
+    def recorded(*args, pin_memory=False, **kwargs):
+        found = empty(*args, **kwargs)
+        return pinned.append(found.data_ptr()) or found if pin_memory else found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", recorded)
+    batch = batches(store).step(0, 1)[0]
+    assert same(batch, plain)
+    assert all(x.data_ptr() in pinned for x in (batch.token_ids_T, batch.loss_mask_T, batch.taps_TLD, batch.last_TD))
+
+
 def test_a_head_without_taps_gets_none(store):
     assert batches(store, taps=()).step(0, 1)[0].taps_TLD is None
 

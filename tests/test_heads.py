@@ -200,6 +200,27 @@ def test_every_parameter_learns_and_frozen_parts_do_not(head):
             assert not shared and not torch.equal(value, part), f"{name} is the target's: that must not enter the head's state"
 
 
+def test_a_depth_worked_out_again_has_the_same_gradient_and_keeps_less(head):
+    """Bit for bit: the same operations in the same order."""
+    if head.recompute is None:
+        return
+    batch, found, kept = batch_of(head), [], []
+
+    def keep(x):
+        kept[-1] += x.nbytes
+        return x
+
+    for again in (False, True):
+        head.recompute = again
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            torch.manual_seed(0)
+            out = head.train().loss(batch)
+        found.append([out.loss_K, *torch.autograd.grad(out.total, list(head.parameters()), allow_unused=True)])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert kept[1] < kept[0] / 2
+
+
 def test_gradient_is_that_of_the_loss(head):
     """Directional derivative against a finite difference, in float64: covers the hand-written backwards."""
     if head.self_labelled:

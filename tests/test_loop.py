@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import batch_of, head_confs, ready
 
 from data.batch import Batches
 from data.errors import UserError
 from data.store import Store
 from tests.toy import ROOT, ToyHead, make_config, make_store, on_two_ranks, read_metrics, train
 from train import checkpoint, dist
+from train.engine import Engine
 from train.loop import seed_of
 
 RESIZED = [(1, "float32"), (2, "bfloat16"), (3, "float32")]  # saved by one rank and resumed by two, and the reverse
@@ -123,16 +126,66 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path: Path, stage: 
     assert saved is None or all(value.isfinite().all() for value in checkpoint.load_head(saved).values())
 
 
-def test_out_of_memory_says_what_to_lower(tmp_path: Path, store: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recomputing_takes_the_same_step(tmp_path: Path, store: Path, stage: int) -> None:
+    """Bit for bit, also where ZeRO gathers the weights for a head's backward."""
+    dist.start(1)
+    taken = []
+    for again in (False, True):
+        head = ready(head_confs()["eagle3"], torch.float32)
+        head.recompute = again
+        engine, batch = Engine(head, make_config(tmp_path, store, **{"zero.stage": stage})), batch_of(head, dtype=torch.float32)
+        engine.backward(batch, head.count(batch))
+        taken.append(engine.masters())
+    assert all(torch.equal(taken[0][name], taken[1][name]) for name in taken[0])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("able", [None, False])
+def test_out_of_memory_says_what_to_lower(tmp_path: Path, store: Path, device: str, able: bool | None) -> None:
     class Hungry(ToyHead):
+        recompute = able
+
         def loss(self, batch, weight_K=None):
-            if len(batch.token_ids_T) > 1 and (tmp_path / "step-000002").exists():
-                raise torch.OutOfMemoryError("CUDA out of memory")
+            if (tmp_path / "step-000002").exists():
+                if device == "cuda":
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                torch.empty(1 << 60)
             return super().loss(batch, weight_K)
 
-    with pytest.raises(UserError, match=r"step 3: out of memory at a batch of \d+ tokens.*train.micro_tokens=20 train.accum=2"):
+    with pytest.raises(UserError, match=r"step 3: out of memory at a batch of \d+ tokens.*train.micro_tokens=20 train.accum=2") as caught:
         train(make_config(tmp_path, store, **{"train.save_every": 2}), head=Hungry())
+    assert ("train.recompute=true" in str(caught.value)) == (able is False)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000002"
+
+
+def test_a_fault_of_the_program_is_not_taken_for_want_of_memory(tmp_path: Path, store: Path) -> None:
+    class Broken(ToyHead):
+        def loss(self, batch, weight_K=None):
+            raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        train(make_config(tmp_path, store), head=Broken())
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_label_and_one_that_dies(tmp_path: Path, store: Path) -> None:
+    """Two launches. Of two ranks that share batches of one label each, one never has any: the losses are those of one rank alone. Of two
+    ranks one is killed: the other stops at once, and what was saved is whole, so that a later run ends as if nothing had happened."""
+    single = make_store(tmp_path / "single", one_label=True)
+    settings = {"train.micro_tokens": 1, "train.log_every": 5}
+    shared = {"run_dir": "shared", "store": str(single), "noise": 0.0, "set": settings | {"train.sequence_parallel": 2}}
+    on_two_ranks(tmp_path, store, [shared])
+    train(make_config(tmp_path / "alone", single, **settings), noise=0.0)
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6) and len(losses(tmp_path / "alone")) == 2
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="Signal 9|SIGKILL"):
+        on_two_ranks(tmp_path, store, [{"run_dir": "dead", "set": {"train.save_every": 1}, "stop_before": 7, "dies": 1}])
+    assert time.monotonic() - began < 200, "the other rank went on waiting"
+    saved = checkpoint.latest(tmp_path / "dead")
+    assert saved is not None and checkpoint.load_head(saved)
+    train(make_config(tmp_path / "dead", store, **{"train.accum": 2}))
+    assert losses(tmp_path / "dead") == pytest.approx(GOLDEN, rel=1e-6)
 
 
 def test_a_window_without_labels_is_passed_over(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.losses import Labels, fused_loss
 from heads.metrics import hits
@@ -61,7 +62,7 @@ def naive(x, head, teacher, last, labels, loss):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("loss", [*OBJECTIVES, "0.1*ce + 0.9*tv", "2*kl"])
+@pytest.mark.parametrize("loss", [*OBJECTIVES, "0.1*ce + 0.9*tv", "2*kl", "0.2*ce + kl + 0.4*lk", "reverse_kl + 0.5*tv + jsd + top_ce"])
 def test_the_fused_loss_equals_the_naive_loop(loss, chunk, trained, weighted):
     x, head, teacher, last, labels = inputs(trained)
     if weighted:
@@ -75,6 +76,28 @@ def test_the_fused_loss_equals_the_naive_loop(loss, chunk, trained, weighted):
     grads = torch.autograd.grad(2 * total, wanted)
     for a, b in zip(grads, torch.autograd.grad(2 * (plain * weight).sum(), wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would have to be waited for: operations whose result's shape, or a Python number, depends on data."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masks = [x for x in args[1] if x is not None] if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) else []
+        names = ("nonzero", "_local_scalar_dense", "is_nonzero", "masked_select")
+        self.count += func.overloadpacket.__name__ in names or any(x.dtype == torch.bool for x in masks)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", ["kl", "0.1*ce + 0.9*tv", "ce"])
+def test_the_device_is_waited_for_once_whatever_the_chunk(loss):
+    x, head, teacher, last, labels = inputs(True)
+    counts = []
+    for chunk in (1, 3, 100):
+        with Waits() as waits:
+            waits.count = 0
+            fused_loss(x, head, teacher, last, labels, torch.ones(K), parse(loss), chunk)
+        counts.append(waits.count)
+    assert counts == [1, 1, 1]
 
 
 @pytest.mark.parametrize("loss", ["", "nothing", "0*kl", "-1*kl", "kl+", "x*kl", "kl*2", "nan*kl"])

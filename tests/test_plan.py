@@ -83,6 +83,23 @@ def test_activations_are_about_what_autograd_keeps(conf, size):
     assert plan.memory(cfg, head, spec, 1)["activations"] == pytest.approx(counted, rel=1 / 3)
 
 
+def test_working_depths_out_again_leaves_one_depth_and_the_inputs_of_all():
+    cfg = load(["conf=llama8b_eagle3", "head.depths=7"])
+    spec = spec_from_config(cfg.target)
+    head = plan.build_on_meta(cfg, spec)
+    whole = plan.memory(cfg, head, spec, 1)["activations"]
+    cfg.train.recompute = True
+    rows, D, kv = 7 * cfg.train.micro_tokens, 4096, 1024
+    outputs, inputs = rows * 2 * D * 2, rows * (2 * D + 2 * kv) * 2  # bfloat16
+    assert plan.memory(cfg, head, spec, 1)["activations"] == (whole - outputs) // 7 + inputs + outputs
+    assert planned(cfg).memory["activations"] < whole / 2
+
+
+def test_a_head_without_such_depths_is_refused():
+    with pytest.raises(UserError, match="train.recompute=true.*set it to false"):
+        planned(load(["conf=tiny_mtp", "head=medusa", "train.recompute=true"]))
+
+
 @pytest.mark.parametrize("name", sorted(head_confs()))
 def test_operations_are_about_those_that_torch_counts(name):
     """Every head, every position supervised: an upper bound, but no multiple. Ends of documents have no label at deep depths, first layers

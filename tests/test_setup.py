@@ -94,6 +94,21 @@ def test_documents_over_the_limit_are_said(target, tmp_path, capsys):
     setup.open_batches(cfg, head, setup.open_store(cfg, head, target, "train"))
     said = capsys.readouterr().out
     assert "3 sequences, 24 supervised tokens" in said and "data.max_length=6: 3 cut, 0 left out" in said
+    assert "micro_tokens" not in said
+    cfg.train.micro_tokens = 5
+    setup.open_batches(cfg, head, setup.open_store(cfg, head, target, "train"))
+    assert "train.micro_tokens=5: 3 are longer, up to 6, and each is a batch by itself" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_head_learns_what_the_conf_says_of_recomputing(target, tmp_path, wanted):
+    cfg = config(tmp_path)
+    cfg.train.recompute = wanted
+    dist.start()
+    store(cfg, target, list(range(10, 20)))
+    head = build(HEAD, spec(target))
+    setup.equip(cfg, head, target, setup.open_store(cfg, head, target, "train"))
+    assert head.recompute == wanted
 
 
 def test_a_run_keeps_its_draft_vocabulary_whatever_the_store_holds_later(target, tmp_path, capsys):

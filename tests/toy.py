@@ -1,6 +1,6 @@
 """A small head, store and config for the training tests, and a program that trains them under torchrun:
 
-torchrun --nproc_per_node 2 tests/toy.py jobs.json      jobs: [{run_dir, store, set: {dotted key: value}, noise, stop_before, error}, ...]
+torchrun --nproc_per_node 2 tests/toy.py jobs.json     [{run_dir, store, set: {dotted key: value}, noise, stop_before, dies, error}, ...]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ class ToyHead(DraftHead):
     def _rows(self, batch: Batch, k: int) -> Tensor:
         offsets, T = batch.offsets_S1, len(batch.token_ids_T)
         document_T = torch.bucketize(torch.arange(T), offsets[1:], right=True)
-        t = torch.arange(T - 1 - k)
+        t = torch.arange(max(0, T - 1 - k))
         return t[(document_T[t] == document_T[t + 1 + k]) & batch.loss_mask_T.cpu()[t + 1 + k]]
 
     def count(self, batch: Batch) -> Tensor:
@@ -76,8 +77,9 @@ class ToyHead(DraftHead):
         return LossOut(total, loss_K.detach(), count_K, {"hit": (hit_K, count_K), "accept": (hit_K, count_K)})
 
 
-def make_store(folder: Path, bad: str | None = None) -> Path:
-    """40 sequences whose next token follows from the state. `bad`: the sequence that gets a huge state (finite, but not its loss)."""
+def make_store(folder: Path, bad: str | None = None, one_label: bool = False) -> Path:
+    """40 sequences whose next token follows from the state. `bad`: the sequence that gets a huge state (finite, but not its loss).
+    one_label: each has its last token alone as a label."""
     generator = torch.Generator().manual_seed(5)
     table_VD = torch.randn(VOCAB, SIZE, generator=generator)
     manifest = {
@@ -89,7 +91,7 @@ def make_store(folder: Path, bad: str | None = None) -> Path:
         for i in range(40):
             n = 6 + i % 9
             ids = torch.randint(VOCAB, (n,), generator=generator)
-            mask = torch.arange(n) >= 2 + i % 3
+            mask = torch.arange(n) >= (n - 1 if one_label else 2 + i % 3)
             last = table_VD[ids.roll(-1)] + 0.3 * torch.randn(n, SIZE, generator=generator)
             writer.add(f"s{i}", ids, mask, None, last * (1e30 if bad == f"s{i}" else 1.0))
     return folder
@@ -114,8 +116,10 @@ def make_config(run_dir: Path, store: Path, **overrides: Any) -> config.RunConfi
     return cfg
 
 
-def train(cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead | None = None, noise: float = 0.1) -> dict[str, Any]:
-    """One run. stop_before: the data of that step ends the run, as a crash does."""
+def train(
+    cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead | None = None, noise: float = 0.1, dies: int | None = None
+) -> dict[str, Any]:
+    """One run. stop_before: the data of that step ends the run, as a crash does; dies: it kills that rank, and the others go on."""
     dist.start(1)
     torch.manual_seed(cfg.train.seed)
     head = head or ToyHead(noise)
@@ -127,7 +131,9 @@ def train(cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead
         whole = batches.step
 
         def step(i: int, accum: int) -> list[Batch]:
-            if i >= stop_before:
+            if i >= stop_before and dies in (None, dist.rank()):
+                if dies is not None:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError("the machine went away")
             return whole(i, accum)
 
@@ -137,7 +143,7 @@ def train(cfg: config.RunConfig, stop_before: int | None = None, head: DraftHead
 
 def on_two_ranks(folder: Path, store: Path, jobs: list[dict[str, Any]]) -> None:
     """The jobs one after another in one launch; run_dir is in `folder`."""
-    (folder / "jobs.json").write_text(json.dumps([job | {"run_dir": str(folder / job["run_dir"]), "store": str(store)} for job in jobs]))
+    (folder / "jobs.json").write_text(json.dumps([{"store": str(store)} | job | {"run_dir": str(folder / job["run_dir"])} for job in jobs]))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*torchrun, __file__, str(folder / "jobs.json")], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -152,7 +158,7 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         cfg = make_config(Path(job["run_dir"]), Path(job["store"]), **job.get("set", {}))
         try:
-            train(cfg, job.get("stop_before"), noise=job.get("noise", 0.1))
+            train(cfg, job.get("stop_before"), noise=job.get("noise", 0.1), dies=job.get("dies"))
         except (UserError, RuntimeError) as error:
             if "error" not in job or job["error"] not in str(error):
                 raise

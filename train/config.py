@@ -91,6 +91,7 @@ class TrainConfig:
     micro_tokens: int = 4096  # tokens of one micro-batch on one rank (packed)
     accum: int = 1
     sequence_parallel: int = 1  # neighbouring ranks that share each micro-batch, each a run of its labels: for long documents
+    recompute: bool = False  # keep of each depth its inputs alone, and work it out again in the backward: less memory, more time
     seed: int = 0
     dtype: str = "bfloat16"  # or float32, or auto
     val_every: int = 200

@@ -14,7 +14,7 @@ import torch
 
 from data.batch import Batches
 from data.errors import UserError
-from heads.base import Batch
+from heads.base import Batch, DraftHead
 from train import checkpoint, dist
 from train.config import RunConfig
 from train.engine import Engine
@@ -66,8 +66,10 @@ def take_step(cfg: RunConfig, engine: Engine, step: int, micros: list[Batch], ba
         seed_of(cfg.train.seed, step, m * dist.world() + dist.rank())
         try:
             meter.add(engine.backward(batch, total_K))
-        except torch.OutOfMemoryError as error:
-            raise UserError(_out_of_memory(cfg, step, len(batch.token_ids_T))) from error
+        except RuntimeError as error:  # a CPU that runs out of memory has no error of its own
+            if not (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
+                raise
+            raise UserError(_out_of_memory(cfg, engine.head, step, len(batch.token_ids_T))) from error
     if engine.skipped:
         ids = batches.sequences(step, cfg.train.accum)
         shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
@@ -77,10 +79,11 @@ def take_step(cfg: RunConfig, engine: Engine, step: int, micros: list[Batch], ba
         )
 
 
-def _out_of_memory(cfg: RunConfig, step: int, tokens: int) -> str:
+def _out_of_memory(cfg: RunConfig, head: DraftHead, step: int, tokens: int) -> str:
     half = (cfg.train.micro_tokens + 1) // 2
+    again = "train.recompute=true changes no number and keeps far less. " if head.recompute is False else ""
     return (
-        f"step {step + 1}: out of memory at a batch of {tokens} tokens. Half as many, twice as often, makes nearly the same step: "
+        f"step {step + 1}: out of memory at a batch of {tokens} tokens. {again}Half as many, twice as often, makes nearly the same step: "
         f"train.micro_tokens={half} train.accum={2 * cfg.train.accum}, under another name or run_dir; "
         "`python launch/plan.py` says what takes how much"
     )

@@ -103,9 +103,11 @@ def build_on_meta(cfg: RunConfig, spec: TargetSpec) -> DraftHead:
             head = heads.build(cfg.head, spec)
             for k in cfg.eval.ks:
                 head.serving(k)  # refuses what no engine could serve, before anything is made for it
-            return head
     except (ValueError, TypeError) as error:
         raise UserError(f"head: {error}") from error
+    if cfg.train.recompute and head.recompute is None:
+        raise UserError("train.recompute=true: this head has no depths that go through layers one after the other; set it to false")
+    return head
 
 
 def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dict[str, int]:
@@ -116,7 +118,8 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     Activations kept for the backward pass, per row worked on (`worked` of heads) and decoder block (hidden size D, N query heads and G
     key/value heads of size H, inner width I): inputs and outputs of the norms, projections and residual sums 10 D; q, k, v before and
     after rotation, attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; the lm_head's input and its gradient 2 D. All
-    times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound).
+    times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound). With
+    train.recompute that of one depth, and of every row a depth's inputs: token and state 2 D, keys and values 2 G H a block.
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
     Allocator overhead and communication buffers are left out.
@@ -124,8 +127,12 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], cfg.train.micro_tokens
     V, stage = spec.vocab_size, int(cfg.zero["stage"])
     U = head.draft_vocab_size or V
-    blocks = sum(_block_activations(module.spec) for module in head.modules() if isinstance(module, Attention))
+    specs = [module.spec for module in head.modules() if isinstance(module, Attention)]
     D, (rows, outputs), ranks = _width(head, spec), worked(head, T), cfg.train.sequence_parallel
+    rows = rows / ranks + T - T / ranks
+    layers = rows * sum(_block_activations(spec) for spec in specs)
+    if cfg.train.recompute:
+        layers = layers / head.depths + rows * (2 * D + sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs))
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
     target = (target_parameters(spec) + cfg.data.max_length * _block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
@@ -135,7 +142,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "optimizer moments": (4 if cfg.optim.algorithm == "muon" else 8) * P // world,
         "gradients": 4 * P // (world if stage >= 2 else 1),
         "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
-        "activations": round((rows / ranks + T - T / ranks) * blocks + outputs / ranks * 2 * D) * b,
+        "activations": round(layers + outputs / ranks * 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
         "hidden states of a batch": T * spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) * b,
     } | ({"target": target} if runs_target(cfg, head) else {})

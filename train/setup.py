@@ -72,6 +72,8 @@ def open_batches(cfg: RunConfig, head: DraftHead, store: Sequences) -> Batches:
         raise UserError(f"train.sequence_parallel={share}: this head draws its blocks over whole documents; leave it at 1")
     found = Batches(store, head.taps, train.micro_tokens, train.seed, dist.rank(), dist.world(), cfg.data.max_length, share)
     say(f"{store.folder.stem}: {len(store)} sequences, {store.manifest['supervised_tokens']:,} supervised tokens")
+    if (longer := found.lengths[found.lengths > train.micro_tokens]).size:
+        say(f"  train.micro_tokens={train.micro_tokens}: {len(longer)} are longer, up to {longer.max()}, and each is a batch by itself")
     if found.cut or found.skipped:
         say(f"  data.max_length={cfg.data.max_length}: {found.cut} cut, {found.skipped} left out for want of a supervised token")
     return found
@@ -80,6 +82,8 @@ def open_batches(cfg: RunConfig, head: DraftHead, store: Sequences) -> Batches:
 def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Sequences) -> None:
     """Moves the head to its device and gives it its draft vocabulary, the target's frozen parts, and its first weights."""
     head.to(dist.device())
+    if cfg.train.recompute:
+        head.recompute = True
     if head.draft_vocab_size is not None:
         head.set_draft_vocab(_draft_ids(cfg, head, store))
     parts = frozen(target_dir, getattr(torch, cfg.train.dtype), dist.device())
