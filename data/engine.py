@@ -128,6 +128,14 @@ def capture(  # noqa: PLR0913
 def prefill(target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any]], plan: dict[str, Any], in_flight: int) -> float:
     """Runs {id, token_ids, spans} through the target, whose states the connector stores. plan: its settings, but for what the target
     says. Returns seconds."""
+    job = capture_job(target_dir, target_cfg, todo, plan, in_flight)
+    return run_child(job, todo, "capture", sum(len(s["token_ids"]) for s in todo), "tokens")["seconds"]
+
+
+def capture_job(
+    target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any]], plan: dict[str, Any], in_flight: int
+) -> dict[str, Any]:
+    """What data.engine_worker.capture is told, for `prefill`."""
     target = spec(target_dir)
     layer_ids = sorted({*plan["taps"], *([target.num_layers] if plan["last"] != "none" else [])})
     longest = max(len(s["token_ids"]) for s in todo) + 1  # the engine generates one token, which nobody reads
@@ -137,8 +145,7 @@ def prefill(target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any
     connector |= {"target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
     running = 2 * llm["max_num_batched_tokens"] + longest  # this step's tokens, those of the step before, one sequence in part
     cache = cache_plan(target, llm, tokens=running, layers=target.num_layers, hidden_states=len(layer_ids))
-    job = {"task": "capture", "llm": llm, "states": True, "connector": connector, **cache}
-    return run_child(job, todo, "capture", sum(len(s["token_ids"]) for s in todo), "tokens")["seconds"]
+    return {"task": "capture", "llm": llm, "states": True, "connector": connector, **cache}
 
 
 def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> dict[str, float]:

@@ -29,8 +29,9 @@ SHARDS = 32  # at least so many in a window
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a window. Beside whole shards there are a shard that is not full and the sequences in the engine, for which room is kept, each
-    of at most `shard` tokens and a sequence; the training may need what lies among as much again, and a shard that it is past in part.
+    """Of a window. Beside whole shards there are a shard that is not full, the sequences in the engine, and those before the writer, for
+    which room is kept, each of at most `shard` tokens and a sequence; the training may need what lies among as much again, and a shard
+    that it is past in part.
     """
 
     window: float  # bytes
