@@ -182,13 +182,8 @@ def take_states(llm: LLM, job: dict[str, Any], wanted: Iterable[dict[str, Any]])
             waiting.over()
             lengths[item["id"]] = len(item["token_ids"])
             about = {"record_id": item["id"], "spans": item["spans"]}
-            params = SamplingParams(
-                temperature=0,
-                max_tokens=1,
-                detokenize=False,
-                extra_args={"kv_transfer_params": about},
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            params.extra_args = {"kv_transfer_params": about}
             yield Ask(item["id"], item["token_ids"], params)
 
     def on_output(output: RequestOutput) -> bool:

@@ -65,6 +65,7 @@ class StoreWriter:
         self.dtype = manifest["dtype"]
         read_dtype(self.dtype)  # refuses an unknown one
         plain = json.loads(json.dumps(manifest))  # as it will be read back: tuples become lists
+        self._about = ("format_version", *plain)
         self.manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, **plain, "closed": False, "shards": []}
         folder.mkdir(parents=True, exist_ok=True)
         # A folder of its own, because safetensors writes to a temporary name of its choice, which a kill leaves behind.
@@ -78,11 +79,11 @@ class StoreWriter:
         for path in folder.glob("shard-*.safetensors"):
             if path.name not in listed:
                 path.unlink()
-        self._quarantined = self._read_quarantine()
-        self.done: set[str] = {name for shard in self.manifest["shards"] for name in shard["ids"]} | self._quarantined
+        self.quarantined = self._read_quarantine()
+        self.done: set[str] = {name for shard in self.manifest["shards"] for name in shard["ids"]} | self.quarantined
         self._pending: list[tuple[str, dict[str, Tensor]]] = []
         self._pending_tokens = 0
-        self._write_manifest()
+        self.write_manifest()
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -91,9 +92,13 @@ class StoreWriter:
         if kind is None:
             self.close()
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the manifest of the same capture must say too."""
+        return {key: self.manifest[key] for key in self._about}
+
     def _adopt(self, old: dict[str, Any]) -> None:
-        mine = {key: value for key, value in self.manifest.items() if key not in ("closed", "shards")}
-        check_same_capture(self.folder, old, mine)
+        check_same_capture(self.folder, old, self.identity)
         self.manifest["shards"] = [shard for shard in old["shards"] if is_whole(self.folder, shard)]
 
     def _read_quarantine(self) -> set[str]:
@@ -128,7 +133,7 @@ class StoreWriter:
             tensors |= pack_last(rows_RD, self.dtype)
         self.done.add(name)
         if bad := [key for key in ("taps", "last") if key in tensors and not finite(tensors, key)]:
-            self._quarantine(name, f"NaN or Inf in {' and '.join(bad)}")
+            self.set_aside(name, f"NaN or Inf in {' and '.join(bad)}")
             return False
         self._pending.append((name, tensors))
         self._pending_tokens += n_tokens
@@ -136,8 +141,8 @@ class StoreWriter:
             self._flush()
         return True
 
-    def _quarantine(self, name: str, reason: str) -> None:
-        self._quarantined.add(name)
+    def set_aside(self, name: str, reason: str) -> None:
+        self.quarantined.add(name)
         with (self.folder / "quarantine.jsonl").open("a", encoding="utf-8") as f:
             f.write(json.dumps({"id": name, "reason": reason}, ensure_ascii=False) + "\n")
             f.flush()
@@ -153,7 +158,8 @@ class StoreWriter:
         tensors["offsets"] = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64)
         check_free(self.folder, sum(tensor.nbytes for tensor in tensors.values()))
         shards = self.manifest["shards"]
-        number = int(shards[-1]["file"][len("shard-") : -len(".safetensors")]) + 1 if shards else 0
+        taken = [int(Path(shard["file"]).stem[len("shard-") :]) for shard in shards if "/" not in shard["file"]]  # others are a part's
+        number = max(taken, default=-1) + 1
         final = self.folder / f"shard-{number:05d}.safetensors"
         self.writing.mkdir(exist_ok=True)
         temporary = self.writing / final.name
@@ -178,12 +184,12 @@ class StoreWriter:
             }
         )
         self._pending, self._pending_tokens = [], 0
-        self._write_manifest()
+        self.write_manifest()
 
-    def _write_manifest(self) -> None:
+    def write_manifest(self) -> None:
         for key in ("sequences", "tokens", "supervised_tokens"):
             self.manifest[key] = sum(shard[key] for shard in self.manifest["shards"])
-        self.manifest["quarantined"] = len(self._quarantined)
+        self.manifest["quarantined"] = len(self.quarantined)
         replace_text(self.folder / "manifest.json", json.dumps(self.manifest, ensure_ascii=False))
 
     def close(self) -> None:
@@ -192,7 +198,7 @@ class StoreWriter:
             self._flush()
         shutil.rmtree(self.writing, ignore_errors=True)
         self.manifest["closed"] = True
-        self._write_manifest()
+        self.write_manifest()
 
 
 @dataclass

@@ -196,7 +196,7 @@ class WindowWriter(StoreWriter):
         if not gone:
             return
         self.manifest["shards"] = shards
-        self._write_manifest()  # first: a kill leaves files that no manifest lists, which the next writer deletes
+        self.write_manifest()  # first: a kill leaves files that no manifest lists, which the next writer deletes
         for shard in gone:
             (self.folder / shard["file"]).unlink()
             self.done -= set(shard["ids"])
@@ -205,7 +205,7 @@ class WindowWriter(StoreWriter):
         """Whether one more sequence may go to the engine."""
         return self.drop_past() + sizes.room <= sizes.window
 
-    def _quarantine(self, name: str, reason: str) -> None:
+    def set_aside(self, name: str, reason: str) -> None:
         raise UserError(f"{self.folder}: {reason} of {name.partition('/')[2]}: delete its line in the answers, or set target.dtype=float32")
 
 

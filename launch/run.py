@@ -23,7 +23,8 @@ def run(cfg: RunConfig) -> None:
     plan_table.show(plan.plan(cfg, spec_from_config(cfg.target), gpus))
     for stage in inputs.stages(cfg):  # each its own process, so that its memory is given back
         starter = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split() if stage == "train" and gpus > 1 else []
-        words = [*starter, os.path.relpath(ROOT / "launch" / f"{stage}.py"), *sys.argv[1:]]
+        whole = ["part=0/1"] if stage in ("respond", "capture") else []  # also where a Slurm array runs another conf in each task
+        words = [*starter, os.path.relpath(ROOT / "launch" / f"{stage}.py"), *sys.argv[1:], *whole]
         print(f"\n== {stage}: python {shlex.join(words)}", flush=True)
         began, child = time.monotonic(), subprocess.Popen([sys.executable, *words])
         for sign in (signal.SIGINT, signal.SIGTERM):  # the stage ends in its own way, then we do
