@@ -1,7 +1,7 @@
-"""One contender, in a process of its own: `python worker.py '<json>'` answers {"ready": true} once it is built, then {"seconds"} to each line
-on stdin: the wall time of one pass over all sequences.
+"""One contender in a process of its own: `python worker.py '<json>'` answers {"ready": true} once it is built and warm, then to each line
+on stdin {"seconds", "cpu"} of one pass over all sequences.
 
-The settings: name (a key of CONTENDERS), job (what data.engine_worker.capture is told), dtype, batch (of transformers), folder.
+The settings: name (of CONTENDERS), job (what data.engine_worker.capture is told), dtype, batch (of transformers), folder, threads.
 """
 
 import json
@@ -45,7 +45,11 @@ def prefill(settings: dict[str, Any], sequences: list[dict[str, Any]]) -> Pass:
     llm = engine_worker.start(settings["job"] | {"states": False})
     prompts = [TokensPrompt(prompt_token_ids=s["token_ids"]) for s in sequences]
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-    return lambda _: llm.generate(prompts, params, use_tqdm=False) and None
+
+    def run(_: int) -> None:
+        llm.generate(prompts, params, use_tqdm=False)
+
+    return run
 
 
 def stock(settings: dict[str, Any], sequences: list[dict[str, Any]]) -> Pass:
