@@ -55,4 +55,4 @@ WHOLE = Part()
 
 def part_files(path: Path) -> list[Path]:
     """What Part.beside made of this path, whatever the number of engines."""
-    return sorted(path.parent.glob(f"{path.stem}.part-*-of-*{path.suffix}"))
+    return sorted(path.parent.glob(f"{path.stem}.part-*-of-*[0-9]{path.suffix}"))

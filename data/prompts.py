@@ -1,4 +1,4 @@
-"""Prompts from JSONL, ShareGPT, Parquet or HF data sets to one record type; what cannot be used is quarantined with file:line and reason.
+"""Prompts from JSONL, ShareGPT, Parquet, plain text or data sets to one chat record type; what cannot be used is put aside with its reason.
 
 Also the JSONL reader and writer of the response files, which must survive a kill in the middle of a line.
 """
@@ -31,9 +31,10 @@ def read_prompts(
     chars: tuple[int, int | None] = (0, None),
     one_more: Callable[[list[ChatRecord]], str] | None = None,
 ) -> list[ChatRecord]:
-    """Every usable record of `sources`, in order. A source is a .jsonl or .parquet file, a folder of them, a folder written by
-    datasets' save_to_disk, or `hf:<id>[:split]`, each perhaps with a weight before it (`3*<source>`, for `select`); relative paths
-    count from `root`. Of records that ask the same the first is used; `chars`: the least and the most characters of a question.
+    """Every usable record of `sources`, in order. A source is a .jsonl or .parquet file, a folder of them, a .txt file with a question on
+    each line, a folder written by datasets' save_to_disk, or `hf:<id>[:split]`, each perhaps with a weight before it (`3*<source>`, for
+    `select`); relative paths count from `root`. Of records that ask the same the first is used; `chars`: the least and the most
+    characters of a question.
     one_more: makes a last source out of the records of these.
 
     Unusable rows go to the file `quarantine` as JSONL {file, line, reason, text} (it is replaced whole, and empty when all is well)
@@ -198,10 +199,15 @@ def _file_rows(path: Path, label: str) -> Iterator[Row]:
             for line, raw in enumerate(f, 1):
                 if raw.strip():
                     yield label, line, raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
+    elif path.suffix == ".txt":
+        with path.open("rb") as f:
+            for line, raw in enumerate(f, 1):
+                if text := raw.decode("utf-8-sig" if line == 1 else "utf-8", "surrogateescape").strip():
+                    yield label, line, {"messages": [{"role": "user", "content": text}]}
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path, label)
     else:
-        raise UserError(f"data.prompts: {path} is neither .jsonl nor .parquet; convert it, one JSON object a line")
+        raise UserError(f"data.prompts: {path} is neither .jsonl, .parquet nor .txt; convert it, one JSON object a line")
 
 
 def _parquet_rows(path: Path, label: str) -> Iterator[Row]:
