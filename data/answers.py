@@ -78,27 +78,28 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
 
 
 def join(request: Request) -> bool:
-    """Whether all parts are at their end: then request.out_path holds all their answers, in the order of the records, and the parts are
-    deleted."""
+    """Whether all parts are at their end: then request.out_path holds all their answers, in the order of the records, and their files are
+    deleted. A kill at any moment leaves what the next call can go on from: the mark goes after the answers are there, the files after it."""
     out, count = request.out_path, request.part.count
     with turn(out.parent):
-        if count > 1:
-            partners = [Part(number, count).beside(out) for number in range(count)]
+        files = part_files(out)
+        lists = [path.with_suffix(".quarantine.jsonl") for path in files]
+        if unfinished(out).exists():
+            partners = [Part(number, count).beside(out) for number in range(count)] if count > 1 else []
             if not all(path.exists() and not unfinished(path).exists() for path in partners):
-                return not unfinished(out).exists()  # by another part, just now
-        if files := part_files(out):
-            answers: dict[str, Any] = {}
-            for path in [out, *files]:
-                answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
-            asked = [f"{r['id']}#{s}" for r in request.records for s in range(request.sampling["samples"])]
-            place = {name: i for i, name in enumerate(asked)}
-            ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
-            replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
-            lists = [path.with_suffix(".quarantine.jsonl") for path in files]
-            set_aside(out, [line for path in lists if path.exists() for line in read_jsonl_tolerant(path)[0]], anew=True)
-            for path in [*files, *lists, *map(unfinished, files)]:
-                path.unlink(missing_ok=True)
-        unfinished(out).unlink(missing_ok=True)
+                return False
+            if files:
+                answers: dict[str, Any] = {}
+                for path in [out, *files]:
+                    answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
+                asked = [f"{r['id']}#{s}" for r in request.records for s in range(request.sampling["samples"])]
+                place = {name: i for i, name in enumerate(asked)}
+                ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
+                replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
+                set_aside(out, [line for path in lists if path.exists() for line in read_jsonl_tolerant(path)[0]], anew=True)
+            unfinished(out).unlink()
+        for path in [*files, *lists, *map(unfinished, files)]:
+            path.unlink(missing_ok=True)
         return True
 
 
