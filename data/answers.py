@@ -56,20 +56,16 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
     out.parent.mkdir(parents=True, exist_ok=True)
     with turn(out.parent):
         check_meta(out, request.meta)
-    done = _finished(own)
-    for path in {out, *part_files(out)} - {own}:
-        done |= _prompts(read_answers(path)[0]) if path.exists() else {}
+        done = _finished(own)
+        for path in {out, *part_files(out)} - {own}:
+            done |= _prompts(read_answers(path)[0]) if path.exists() else {}
     fitting = _fitting(request.part.of(request.records), request.target_cfg.max_model_len - 1, own)
     todo = unanswered(fitting, request.sampling["samples"], done, out)
     print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
     if todo:
         unfinished(out).touch()
-        unfinished(own).touch()
         ran = sample(todo, own)
-    if own != out:
-        own.touch()
-    unfinished(own).unlink(missing_ok=True)
     if not join(request):
         print(f"respond: {request.part.name} has nothing more to do; the last of the {request.part.count} writes {out}", flush=True)
         out = own
@@ -78,27 +74,29 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
 
 
 def join(request: Request) -> bool:
-    """Whether all parts are at their end: then request.out_path holds all their answers, in the order of the records, and their files are
-    deleted. A kill at any moment leaves what the next call can go on from: the mark goes after the answers are there, the files after it."""
-    out, count = request.out_path, request.part.count
+    """Whether all that is asked is answered or set aside: then request.out_path holds the answers of all parts, in the order of the
+    records, and their files are deleted. A kill at any moment leaves what the next call can go on from: the mark goes once the answers
+    are there, the files after it."""
+    out, several = request.out_path, request.part.count > 1
     with turn(out.parent):
         files = part_files(out)
-        lists = [path.with_suffix(".quarantine.jsonl") for path in files]
-        if unfinished(out).exists():
-            partners = [Part(number, count).beside(out) for number in range(count)] if count > 1 else []
-            if not all(path.exists() and not unfinished(path).exists() for path in partners):
+        lists = part_files(out.with_suffix(".quarantine.jsonl"))
+        if unfinished(out).exists() and (files or several):
+            answers: dict[str, Any] = {}
+            for path in [out, *files]:
+                answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
+            aside = [line for path in lists if path.exists() for line in read_jsonl_tolerant(path)[0]]
+            without = {line["id"] for line in aside}
+            asked = [(r["id"], f"{r['id']}#{s}") for r in request.records for s in range(request.sampling["samples"])]
+            if several and not all(name in answers or {record, name} & without for record, name in asked):
                 return False
-            if files:
-                answers: dict[str, Any] = {}
-                for path in [out, *files]:
-                    answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
-                asked = [f"{r['id']}#{s}" for r in request.records for s in range(request.sampling["samples"])]
-                place = {name: i for i, name in enumerate(asked)}
-                ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
-                replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
-                set_aside(out, [line for path in lists if path.exists() for line in read_jsonl_tolerant(path)[0]], anew=True)
-            unfinished(out).unlink()
-        for path in [*files, *lists, *map(unfinished, files)]:
+            place = {name: i for i, (_, name) in enumerate(asked)}
+            ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
+            replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
+            if several:  # one alone has just made its own list
+                set_aside(out, aside, anew=True)
+        unfinished(out).unlink(missing_ok=True)
+        for path in [*files, *lists]:
             path.unlink(missing_ok=True)
         return True
 

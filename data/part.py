@@ -31,8 +31,9 @@ class Part:
         return items[self.number :: self.count]
 
     def beside(self, path: Path) -> Path:
-        """The part's own `<stem>.<part><suffix>` beside a file; the file itself where there is only one."""
-        return path.with_suffix(f".{self.name}{path.suffix}") if self.name else path
+        """The part's own `<stem>.<part>.<suffixes>` beside a file; the file itself where there is only one."""
+        stem, _, suffixes = path.name.partition(".")
+        return path.with_name(f"{stem}.{self.name}.{suffixes}") if self.name else path
 
     @staticmethod
     def of_process(environment: Mapping[str, str], word: str | None = None) -> Part:
@@ -55,4 +56,5 @@ WHOLE = Part()
 
 def part_files(path: Path) -> list[Path]:
     """What Part.beside made of this path, whatever the number of engines."""
-    return sorted(path.parent.glob(f"{path.stem}.part-*-of-*[0-9]{path.suffix}"))
+    stem, _, suffixes = path.name.partition(".")
+    return sorted(path.parent.glob(f"{stem}.part-*-of-*[0-9].{suffixes}"))

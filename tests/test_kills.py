@@ -1,7 +1,7 @@
 """Kills at random moments, of the engine's side, the writer and the training: what is there in the end is what an uninterrupted run leaves.
 
 `python tests/test_kills.py 200` kills as often and counts aloud. The processes are forks of this one, so that a start costs no imports and
-most kills hit work; the engine is stood in for by transformers and by answers that follow from their ids (tests/test_engine.py kills the real one).
+most kills hit work. In the engine's place are transformers, and answers that follow from their ids: tests/test_engine.py kills the engine.
 """
 
 from __future__ import annotations

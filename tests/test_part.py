@@ -250,6 +250,19 @@ def test_another_number_of_engines_samples_only_what_is_left(then, tmp_path):
     assert not unfinished(tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*part*"))
 
 
+def test_a_part_that_has_nothing_to_do_keeps_nobody_waiting(tmp_path):
+    for number in (0, 1, 2):
+        collect(request(tmp_path, Part(number, 3), n=5, samples=1), answer_some)
+    collect(request(tmp_path, Part(0, 3), n=6, samples=1), answer_some)  # r5 is with the last one
+    collect(request(tmp_path, Part(2, 3), n=6, samples=1), answer_some)
+    assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ["r0#0", "r1#0", "r2#0", "r4#0", "r5#0"]
+    assert not unfinished(tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*part*"))
+    few = tmp_path / "few"
+    for number in (3, 0, 1, 2):
+        collect(request(few, Part(number, 4), n=4, samples=1), answer_some)
+    assert len(read_answers(few / "train.jsonl")[0]) == 3 and not list(few.glob("*part*"))
+
+
 def _collect(folder: Path, part: Part) -> None:
     collect(request(folder, part, n=40), answer_some)
 
