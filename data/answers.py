@@ -63,14 +63,20 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
     todo = unanswered(fitting, request.sampling["samples"], done, out)
     print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
-    if todo:
+    if todo or (own != out and any(name not in done for _, name in asked(request))):
         unfinished(out).touch()
+    if todo:
         ran = sample(todo, own)
     if not join(request):
         print(f"respond: {request.part.name} has nothing more to do; the last of the {request.part.count} writes {out}", flush=True)
         out = own
     answers, _ = read_answers(out) if out.exists() else ([], 0)
     return _summary(answers, ran)
+
+
+def asked(request: Request) -> list[tuple[str, str]]:
+    """(record, answer) of all answers wanted, by their ids."""
+    return [(r["id"], f"{r['id']}#{s}") for r in request.records for s in range(request.sampling["samples"])]
 
 
 def join(request: Request) -> bool:
@@ -85,16 +91,16 @@ def join(request: Request) -> bool:
             answers: dict[str, Any] = {}
             for path in [out, *files]:
                 answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
-            aside = [line for path in lists if path.exists() for line in read_jsonl_tolerant(path)[0]]
-            without = {line["id"] for line in aside}
-            asked = [(r["id"], f"{r['id']}#{s}") for r in request.records for s in range(request.sampling["samples"])]
-            if several and not all(name in answers or {record, name} & without for record, name in asked):
+            aside: dict[str, Any] = {}
+            for path in [out.with_suffix(".quarantine.jsonl"), *lists]:
+                aside |= {line["id"]: line for line in read_jsonl_tolerant(path)[0]} if path.exists() else {}
+            if several and not all(name in answers or {record, name} & aside.keys() for record, name in asked(request)):
                 return False
-            place = {name: i for i, (_, name) in enumerate(asked)}
+            place = {name: i for i, (_, name) in enumerate(asked(request))}
             ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
             replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
             if several:  # one alone has just made its own list
-                set_aside(out, aside, anew=True)
+                set_aside(out, [line for name, line in aside.items() if name not in answers], anew=True)
         unfinished(out).unlink(missing_ok=True)
         for path in [*files, *lists]:
             path.unlink(missing_ok=True)
@@ -183,13 +189,13 @@ def _prompts(answers: list[dict[str, Any]]) -> dict[str, list[int]]:
 
 def unanswered(records: list[dict[str, Any]], samples: int, done: dict[str, list[int]], out_path: Path) -> list[dict[str, Any]]:
     """The requests `<id>#<sample>` that `done` (id -> prompt ids, in any order) lacks. UserError: one of them answers another prompt."""
-    asked = [{**r, "id": f"{r['id']}#{s}"} for r in records for s in range(samples)]
-    if other := [r["id"] for r in asked if done.get(r["id"], r["prompt_ids"]) != r["prompt_ids"]]:
+    wanted = [{**r, "id": f"{r['id']}#{s}"} for r in records for s in range(samples)]
+    if other := [r["id"] for r in wanted if done.get(r["id"], r["prompt_ids"]) != r["prompt_ids"]]:
         raise UserError(
             f"{out_path}: {other[0]} and {len(other) - 1} more answer other prompts than data.prompts now has under these ids: "
             "delete that folder or choose another data.responses"
         )
-    return [r for r in asked if r["id"] not in done]
+    return [r for r in wanted if r["id"] not in done]
 
 
 def set_aside(out_path: Path, lines: list[dict[str, Any]], *, anew: bool) -> Path:

@@ -15,12 +15,11 @@ import live
 import pytest
 import torch
 from conftest import refused
-from live import LONGEST, config, make_answers
+from live import LONGEST, config
 
 import data.capture
 import data.engine
 from data.answers import Request, collect, read_answers
-from data.builtin import build_tiny
 from data.engine_job import TORCHRUN, _environment
 from data.identity import unfinished
 from data.lock import alone
@@ -29,16 +28,6 @@ from data.store import Store
 from train.config import ROOT, TargetConfig
 
 WHOLE_RUNS = [[Part(0, 2), Part(1, 2)], [Part(1, 2), Part(0, 2)], [Part(2, 3), Part(0, 3), Part(1, 3)]]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_answers(target, tmp_path_factory.mktemp("made"))
 
 
 # --- who takes what
@@ -193,7 +182,7 @@ def test_a_window_is_for_one_engine(target, made, tmp_path):
 
 
 def request(folder: Path, part: Part = WHOLE, n: int = 7, samples: int = 2) -> Request:
-    records = [{"id": f"r{i}", "messages": [], "meta": {}, "prompt_ids": [5] * (i + 1), "seed": 0} for i in range(n)]
+    records = [{"id": f"r{i}", "messages": [], "meta": {}, "prompt_ids": [5] * (i % 20 + 1), "seed": 0} for i in range(n)]
     records[3]["prompt_ids"] = [5] * 40  # leaves no room
     cfg = TargetConfig(model="tiny", max_model_len=30)
     return Request(folder, cfg, records, folder / "train.jsonl", {"samples": samples}, 4, 0, {"target": "t"}, part)
