@@ -2,10 +2,11 @@
 hits all alike.
 
 python run.py OUT_FOLDER [--rounds 5] [--sequences 200] [--batches 1,4,16]     (make bench-capture)
+A quick look whether it runs at all: --conf tiny_eagle3 --taps 0,1 --rounds 1 --sequences 8
 
 The same tokens for all: prompts of data/promptset, each followed by as many tokens of other prompts as an answer has. Contenders, each a
 process of its own (worker.py), the engine with the settings of a capture in all of them: `capture`, ours, from the engine to shards on disk
-(3 taps, last where supervised); `prefill`, the engine alone, one token generated, nothing kept; `stock`, the engine with vLLM's example
+(the taps, last where supervised); `prefill`, the engine alone, one token generated, nothing kept; `stock`, the engine with vLLM's example
 connector, a file per sequence, which speculators 0.9 extracts with; `transformers`, a forward pass with output_hidden_states at its best
 batch size. speculators' own command asks a vLLM server whose connector copies on CUDA streams: on a CPU `stock` stands in for it.
 
@@ -37,11 +38,11 @@ from data.chat import all_prompt_ids, load_tokenizer
 from data.engine import capture_job, engine_identity
 from data.manifest import plan_bytes
 from data.prompts import read_prompts, select
-from data.target import resolve
+from data.target import resolve, spec
 from train.config import load
 
 THREADS = os.cpu_count() or 1
-TAPS, ANSWER = (2, 15, 27), 75
+ANSWER = 75  # tokens
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 NOTE = "its command asks a vLLM server whose connector copies on CUDA streams, which a CPU has not; see stock_tok_s"
 
@@ -109,7 +110,7 @@ def measure(settings: dict[str, Any], rounds: int, tokens: int) -> dict[str, dic
 
 def markdown(found: dict[str, Any]) -> str:
     m = found["machine"]
-    rows = [("vLLM, prefill alone, nothing kept", "prefill"), ("**capture**: 3 taps and last, in shards on disk", "capture")]
+    rows = [("vLLM, prefill alone, nothing kept", "prefill"), (f"**capture**: {m['taps']} taps and last, in shards on disk", "capture")]
     rows += [("vLLM's example connector, a file per sequence (speculators' way)", "stock")]
     rows += [(f"transformers, output_hidden_states, batch {m['transformers_batch']}, nothing kept", "transformers")]
     lines = [
@@ -138,14 +139,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument("--batches", default="1,4,16", help="of transformers, of which the best is taken")
+    parser.add_argument("--conf", default="smollm_eagle3", help="whose target runs")
+    parser.add_argument("--taps", default="2,15,27")
     args = parser.parse_args()
-    cfg = load(["conf=smollm_eagle3"])
+    cfg, taps = load([f"conf={args.conf}"]), [int(tap) for tap in args.taps.split(",")]
     target_dir = resolve(cfg.target, ROOT)
+    D = spec(target_dir).hidden_size
     folder, todo = Path(tempfile.mkdtemp(prefix="draftsmith-")), sequences(target_dir, args.sequences)
     (folder / "sequences.jsonl").write_text("".join(json.dumps(s) + "\n" for s in todo))
-    manifest = {"target": {}, "tokenizer_hash": "", "template_hash": "", "taps": list(TAPS), "hidden_size": 576, "last": "supervised"}
+    manifest = {"target": {}, "tokenizer_hash": "", "template_hash": "", "taps": taps, "hidden_size": D, "last": "supervised"}
     manifest |= {"dtype": "bfloat16", "engine": engine_identity()}
-    plan = {"store_dir": str(folder / "store"), "manifest": manifest, "taps": list(TAPS), "last": "supervised", "shard_tokens": 65536}
+    plan = {"store_dir": str(folder / "store"), "manifest": manifest, "taps": taps, "last": "supervised", "shard_tokens": 65536}
     job = capture_job(target_dir, cfg.target, todo, plan, 32)
     job["weight_bytes"] = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
     settings = {"job": job, "dtype": cfg.target.dtype, "batch": 1, "folder": str(folder)}
@@ -158,12 +162,12 @@ def main() -> None:
     cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
     machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu or platform.machine(), "threads": THREADS, "torch": torch.__version__}
     machine |= {"vllm": engine_identity()["version"], "dtype": cfg.target.dtype, "sequences": len(todo), "tokens": tokens}
-    machine |= {"rounds": args.rounds, "transformers_batch": settings["batch"]}
+    machine |= {"rounds": args.rounds, "taps": len(taps), "transformers_batch": settings["batch"]}
     found: dict[str, Any] = {"machine": machine}
     found |= {f"{name}_tok_s": tokens / m["seconds"] for name, m in medians.items()}
     found |= {f"{name}_tok_cpu_s": tokens / m["cpu"] for name, m in medians.items()}
     found |= {"speculators_tok_s": None, "speculators": NOTE, "ratio": found["capture_tok_s"] / found["prefill_tok_s"]}
-    sizes = {kind: plan_bytes(tokens, supervised, len(TAPS), 576, "supervised", kind) / tokens for kind in ("float32", "bfloat16", "fp8")}
+    sizes = {kind: plan_bytes(tokens, supervised, len(taps), D, "supervised", kind) / tokens for kind in ("float32", "bfloat16", "fp8")}
     found["bytes_per_token"] = sizes
     (args.out / "capture.json").write_text(json.dumps(found, indent=2) + "\n")
     (args.out / "capture.md").write_text(markdown(found))
