@@ -10,45 +10,101 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
 from data.identity import read_meta, unfinished
-from data.prompts import read_jsonl_tolerant, write_jsonl_line
+from data.lock import turn
+from data.manifest import replace_text
+from data.part import WHOLE, Part, part_files
+from data.prompts import jsonl_line, read_jsonl_tolerant, write_jsonl_line
+
+if TYPE_CHECKING:
+    from train.config import TargetConfig
 
 Spans = list[list[int]]  # [start, end) each, ascending
 
 
-def collect(
-    *,
-    records: list[dict[str, Any]],
-    out_path: Path,
-    samples: int,
-    longest: int,
-    meta: dict[str, Any],
-    sample: Callable[[list[dict[str, Any]]], dict[str, Any]],
-) -> dict[str, Any]:
-    """Has `sample` append to `out_path` the answers `<id>#<s>` that it lacks, s < samples; it returns seconds and generated_tokens.
+@dataclass(frozen=True)
+class Request:
+    """What the target is asked, and where its answers go. records: {id, messages, meta, prompt_ids, seed}; sampling: of SamplingConfig;
+    batch_size: at once; cut_loops n > 0: an answer is ended where an n-gram begins for the second time (finish_reason "loop"); meta: kept
+    beside the file; part: of the records that this engine answers."""
 
-    records: {id, prompt_ids, ...}; those whose prompt leaves no room for an answer within `longest` tokens are listed beside the answers.
-    `meta` is kept beside the file; UserError where the file was made with another one, or answers other prompts. Returns
-    answers, tokens, finish shares and tokens_per_second of this run.
+    target_dir: Path
+    target_cfg: TargetConfig
+    records: list[dict[str, Any]]
+    out_path: Path
+    sampling: dict[str, Any]
+    batch_size: int
+    cut_loops: int
+    meta: dict[str, Any]
+    part: Part = WHOLE
+
+
+def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dict[str, Any]]) -> dict[str, Any]:
+    """Has `sample` append to a file the answers `<id>#<s>` that there are not yet, s < sampling["samples"]; it returns seconds and
+    generated_tokens. The file is request.out_path, or one beside it of this part, which the last of the parts to end joins.
+
+    Records whose prompt leaves no room for an answer are listed beside the answers. UserError where the file was made with another meta, or
+    answers other prompts. Returns answers, tokens, finish shares and tokens_per_second of this run.
     """
-    out_path.parent.mkdir(parents=True, exist_ok=True)
-    check_meta(out_path, meta)
-    done = _finished(out_path)
-    fitting = _fitting(records, longest - 1, out_path)
-    todo = unanswered(fitting, samples, done, out_path)
-    print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out_path}", flush=True)
+    out, own = request.out_path, request.part.beside(request.out_path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with turn(out.parent):
+        check_meta(out, request.meta)
+        done = _finished(own)
+        for path in {out, *part_files(out)} - {own}:
+            done |= _prompts(read_answers(path)[0]) if path.exists() else {}
+    fitting = _fitting(request.part.of(request.records), request.target_cfg.max_model_len - 1, own)
+    todo = unanswered(fitting, request.sampling["samples"], done, out)
+    print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
+    if todo or (own != out and any(name not in done for _, name in asked(request))):
+        unfinished(out).touch()
     if todo:
-        unfinished(out_path).touch()
-        ran = sample(todo)
-    unfinished(out_path).unlink(missing_ok=True)
-    answers, _ = read_answers(out_path) if out_path.exists() else ([], 0)
+        ran = sample(todo, own)
+    if not join(request):
+        print(f"respond: {request.part.name} has nothing more to do; the last of the {request.part.count} writes {out}", flush=True)
+        out = own
+    answers, _ = read_answers(out) if out.exists() else ([], 0)
     return _summary(answers, ran)
+
+
+def asked(request: Request) -> list[tuple[str, str]]:
+    """(record, answer) of all answers wanted, by their ids."""
+    return [(r["id"], f"{r['id']}#{s}") for r in request.records for s in range(request.sampling["samples"])]
+
+
+def join(request: Request) -> bool:
+    """Whether all that is asked is answered or set aside: then request.out_path holds the answers of all parts, in the order of the
+    records, and their files are deleted. A kill at any moment leaves what the next call can go on from: the mark goes once the answers
+    are there, the files after it."""
+    out, several = request.out_path, request.part.count > 1
+    with turn(out.parent):
+        files = part_files(out)
+        lists = part_files(out.with_suffix(".quarantine.jsonl"))
+        if unfinished(out).exists() and (files or several):
+            answers: dict[str, Any] = {}
+            for path in [out, *files]:
+                answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
+            aside: dict[str, Any] = {}
+            for path in [out.with_suffix(".quarantine.jsonl"), *lists]:
+                aside |= {line["id"]: line for line in read_jsonl_tolerant(path)[0]} if path.exists() else {}
+            if several and not all(name in answers or {record, name} & aside.keys() for record, name in asked(request)):
+                return False
+            place = {name: i for i, (_, name) in enumerate(asked(request))}
+            ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
+            replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
+            if several:  # one alone has just made its own list
+                set_aside(out, [line for name, line in aside.items() if name not in answers], anew=True)
+        unfinished(out).unlink(missing_ok=True)
+        for path in [*files, *lists]:
+            path.unlink(missing_ok=True)
+        return True
 
 
 def spans_of(answer: dict[str, Any], max_length: int) -> Spans:
@@ -101,9 +157,7 @@ def check_meta(out_path: Path, meta: dict[str, Any]) -> None:
         return
     if out_path.exists():
         raise UserError(f"{out_path} has no {path.name} beside it, which says what wrote it: delete it or choose another data.responses")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_answers(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -126,18 +180,22 @@ def _finished(out_path: Path) -> dict[str, list[int]]:
     answers, valid_bytes = read_answers(out_path)
     if valid_bytes < out_path.stat().st_size:
         os.truncate(out_path, valid_bytes)
+    return _prompts(answers)
+
+
+def _prompts(answers: list[dict[str, Any]]) -> dict[str, list[int]]:
     return {answer["id"]: answer["prompt_ids"] for answer in answers}
 
 
 def unanswered(records: list[dict[str, Any]], samples: int, done: dict[str, list[int]], out_path: Path) -> list[dict[str, Any]]:
     """The requests `<id>#<sample>` that `done` (id -> prompt ids, in any order) lacks. UserError: one of them answers another prompt."""
-    asked = [{**r, "id": f"{r['id']}#{s}"} for r in records for s in range(samples)]
-    if other := [r["id"] for r in asked if done.get(r["id"], r["prompt_ids"]) != r["prompt_ids"]]:
+    wanted = [{**r, "id": f"{r['id']}#{s}"} for r in records for s in range(samples)]
+    if other := [r["id"] for r in wanted if done.get(r["id"], r["prompt_ids"]) != r["prompt_ids"]]:
         raise UserError(
             f"{out_path}: {other[0]} and {len(other) - 1} more answer other prompts than data.prompts now has under these ids: "
             "delete that folder or choose another data.responses"
         )
-    return [r for r in asked if r["id"] not in done]
+    return [r for r in wanted if r["id"] not in done]
 
 
 def set_aside(out_path: Path, lines: list[dict[str, Any]], *, anew: bool) -> Path:

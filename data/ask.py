@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.answers import check_meta, runs, set_aside
+from data.answers import Request, check_meta, runs, set_aside
 from data.chat import all_prompt_ids, offpolicy
 from data.engine import respond
 from data.errors import UserError
 from data.identity import identity
 from data.lock import alone
+from data.part import WHOLE, Part
 from data.progress import Progress
 from data.prompts import select, write_jsonl_line
 from data.record import ChatRecord
@@ -22,27 +23,29 @@ if TYPE_CHECKING:
     from train.config import RunConfig
 
 
-def ask(cfg: RunConfig, target_dir: Path, tokenizer: Any, prompts: list[ChatRecord]) -> None:
-    """Makes data.responses/train.jsonl and heldout.jsonl, or goes on with them. Held-out answers are always the target's own: on a text
-    of another hand acceptance reads far too high. UserError: a split without a prompt, and what `respond` and `take_given` refuse."""
+def ask(cfg: RunConfig, target_dir: Path, tokenizer: Any, prompts: list[ChatRecord], part: Part = WHOLE) -> None:
+    """Makes data.responses/train.jsonl and heldout.jsonl, or goes on with them; of several engines this one is `part`. Held-out answers are
+    always the target's own: on a text of another hand acceptance reads far too high. UserError: a split without a prompt, and what
+    `respond` and `take_given` refuse."""
     folder, maker, sampling = Path(cfg.data.responses), identity(target_dir, cfg.target), asdict(cfg.data.sampling)
     samples, loops = sampling.pop("samples"), cfg.data.loop_ngram if cfg.data.cut_loops else 0
     asked = {split: select(prompts, split, limit) for split, limit in (("train", cfg.data.limit), ("heldout", cfg.data.heldout_limit))}
     for split, records in asked.items():  # both before either is sampled, which may take hours
         if not records:
             raise UserError(f"data.prompts: no prompt for the split {split!r} among {len(prompts)}; add records, or give some meta.split")
-    settings = {"target_dir": target_dir, "target_cfg": cfg.target}
-    settings |= {"batch_size": cfg.data.batch_size, "cut_loops": loops, "meta": {**maker, "sampling": sampling, "cut_loops": loops}}
+    settings = {"target_dir": target_dir, "target_cfg": cfg.target, "batch_size": cfg.data.batch_size, "cut_loops": loops, "part": part}
+    settings |= {"meta": {**maker, "sampling": sampling, "cut_loops": loops}}
     for split, each in (("train", samples), ("heldout", 1)):
         out = folder / f"{split}.jsonl"
-        with alone(folder, "data.responses"):
+        with alone(folder, "data.responses", part):
             if split == "train" and cfg.data.answers == "given":
-                take_given(tokenizer, asked[split], out, {**maker, "answers": "given"})
+                if part.number == 0:  # no engine runs for these
+                    take_given(tokenizer, asked[split], out, {**maker, "answers": "given"})
                 continue
             encoded = all_prompt_ids(tokenizer, asked[split])
             records = [{**asdict(r), "prompt_ids": encoded[r.id], "seed": 0} for r in asked[split] if r.id in encoded]
             answer = partial(_remote(), url=cfg.data.server, tokenizer=tokenizer) if cfg.data.server else respond
-            answer(records=records, out_path=out, sampling={**sampling, "samples": each}, **settings)
+            answer(Request(records=records, out_path=out, sampling={**sampling, "samples": each}, **settings))
 
 
 def _remote() -> Callable[..., Any]:

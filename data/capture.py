@@ -9,28 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.answers import runs
-from data.batch import Batches
+from data.batch import POLL_SECONDS, Batches
 from data.engine import capture, engine_identity, prefill
+from data.errors import UserError
 from data.identity import check_responses, identity
 from data.lock import alone
 from data.manifest import check_free, free_bytes
 from data.online import Answers
+from data.part import WHOLE, Part
 from data.window import TRAIN, Sizes, Waiting, WindowWriter, order_of, read_id, read_progress
 
 if TYPE_CHECKING:
     from heads.base import DraftHead
     from train.config import RunConfig
 
-POLL_SECONDS = 0.5
 PART_TOKENS = 2**25  # of one start of the engine: so many are listed in a file first
 
 # Runs {id, token_ids, spans} through the target; the states go to a WindowWriter in a store of this folder, manifest and sizes.
 Prefill = Callable[[list[dict[str, Any]], Path, dict[str, Any], Sizes], object]
 
 
-def capture_run(cfg: RunConfig, head: DraftHead, target_dir: Path, sizes: Sizes | None) -> None:
-    """The states that `head` reads of the answers of both splits. sizes: of the window for the training, or None. UserError: no answers
-    of this target, and what data.engine.capture and capture_window refuse."""
+def capture_run(cfg: RunConfig, head: DraftHead, target_dir: Path, sizes: Sizes | None, part: Part = WHOLE) -> None:
+    """The states that `head` reads of the answers of both splits. sizes: of the window for the training, or None. part: this engine's, of
+    several. UserError: no answers of this target, several engines for a window, and what data.engine.capture and capture_window refuse."""
+    if part.name and sizes:
+        raise UserError(f"data.window_gb: the states of a window come from one engine, and this is one of {part.count}: start one alone")
     store, maker = Path(cfg.data.store), identity(target_dir, cfg.target)
     answers = {split: Path(cfg.data.responses) / f"{split}.jsonl" for split in ("train", "heldout")}
     for path in answers.values():
@@ -39,9 +42,10 @@ def capture_run(cfg: RunConfig, head: DraftHead, target_dir: Path, sizes: Sizes 
     manifest = {**maker, "taps": list(taps), "hidden_size": head.target.hidden_size, "last": last, "dtype": cfg.data.states_dtype}
     manifest |= {"engine": engine_identity()}
     settings = {"target_dir": target_dir, "target_cfg": cfg.target, "taps": taps, "last": last, "max_length": cfg.data.max_length}
-    with alone(store, "data.store"):
+    settings |= {"cap_gb": cfg.data.max_store_gb, "part": part}
+    with alone(store, "data.store", part):
         for split in cfg.data.whole_splits:
-            capture(responses=answers[split], store_dir=store / split, manifest=manifest, cap_gb=cfg.data.max_store_gb, **settings)
+            capture(responses=answers[split], store_dir=store / split, manifest=manifest, **settings)
         if sizes is None:
             return
 

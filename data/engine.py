@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.answers import collect, cut_answers, mask_of, read_answers
+from data.answers import Request, collect, cut_answers, mask_of, read_answers
 from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
+from data.gather import gather, part_stores
 from data.manifest import check_disk, check_same_capture, check_same_sequences, free_bytes, plan_bytes, read_manifest
+from data.part import WHOLE, Part
 from data.store import StoreWriter
 from data.target import spec
 
@@ -35,38 +37,23 @@ def engine_identity() -> dict[str, str]:
     raise UserError("vllm is not installed: make setup")
 
 
-def respond(  # noqa: PLR0913
-    *,
-    target_dir: Path,
-    target_cfg: TargetConfig,
-    records: list[dict[str, Any]],
-    out_path: Path,
-    sampling: dict[str, Any],
-    batch_size: int,
-    cut_loops: int,
-    meta: dict[str, Any],
-) -> dict[str, Any]:
-    """Samples `sampling["samples"]` answers of the target to each record {id, messages, meta, prompt_ids, seed}, as ids `<id>#<s>`;
-    with sampling["greedy"], answer 0 is the likeliest instead.
+def respond(request: Request) -> dict[str, Any]:
+    """Samples `sampling["samples"]` answers of the target to each record, as ids `<id>#<s>`; with sampling["greedy"], answer 0 is the
+    likeliest instead. As data.answers.collect, which says what is refused and returned."""
+    target_dir, target_cfg, sampling = request.target_dir, request.target_cfg, request.sampling
 
-    As data.answers.collect, which says what is refused and returned. cut_loops n > 0: an answer is ended where an n-gram begins for
-    the second time (finish_reason "loop").
-    """
-
-    def sample(todo: list[dict[str, Any]]) -> dict[str, Any]:
+    def sample(todo: list[dict[str, Any]], out: Path) -> dict[str, Any]:
         longest = min(target_cfg.max_model_len, max(len(r["prompt_ids"]) for r in todo) + sampling["max_tokens"])
         compiled = torch.cuda.is_available() or len(todo) * sampling["max_tokens"] > COMPILE_TOKENS
-        seqs = min(batch_size, len(todo))
+        seqs = min(request.batch_size, len(todo))
         llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, max_model_len=longest, seqs=seqs, compiled=compiled)
         llm |= whole_prompts(llm)
         target = spec(target_dir)
         job = {"task": "respond", "llm": llm, "states": False, **cache_plan(target, llm, tokens=seqs * longest, layers=target.num_layers)}
-        job |= {"out": str(out_path.absolute()), "sampling": sampling, "cut_loops": cut_loops, "stop_ids": stop_ids(target_dir)}
+        job |= {"out": str(out.absolute()), "sampling": sampling, "cut_loops": request.cut_loops, "stop_ids": stop_ids(target_dir)}
         return run_child(job, todo, "respond", len(todo), "answers")
 
-    return collect(
-        records=records, out_path=out_path, samples=sampling["samples"], longest=target_cfg.max_model_len, meta=meta, sample=sample
-    )
+    return collect(request, sample)
 
 
 def capture(  # noqa: PLR0913
@@ -82,52 +69,70 @@ def capture(  # noqa: PLR0913
     cap_gb: float,
     in_flight: int = 32,
     shard_tokens: int = 65536,
+    part: Part = WHOLE,
 ) -> dict[str, Any]:
     """Runs each response record (prompt + response) through the target once and stores its states: the residual streams after
     `taps` layers, and with `last` the state after the final norm; where neither is asked for, its tokens alone. Resumes: sequences in
     the store are not run again.
 
-    manifest: the identity of the capture, for StoreWriter. Sequences over max_length are cut, those without a response token
+    manifest: the identity of the capture, for StoreWriter. part: of the records, for one of several engines, whose states go to a store
+    of its own in the folder. Sequences over max_length are cut, those without a response token
     left are left out; both are counted. UserError: over cap_gb or the free disk, another capture or other answers in the folder.
     """
-    target = spec(target_dir)
     answers, _ = read_answers(responses)
     whole = {a["id"]: a["prompt_ids"] + a["response_ids"] for a in answers}
     kept = cut_answers(answers, max_length, responses)
     counts = {"sequences": len(kept), "cut": sum(len(whole[s["id"]]) > max_length for s in kept), "left_out": len(whole) - len(kept)}
     tokens = sum(len(s["token_ids"]) for s in kept)
     supervised = sum(b - a for s in kept for a, b in s["spans"])
-    need = plan_bytes(tokens, supervised, len(taps), target.hidden_size, last, manifest["dtype"])
-    print(f"capture: {len(kept)} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
-    free = free_bytes(store_dir) / 1e9
-    print(
-        f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={manifest['dtype']}), {free:,.2f} GB of the disk are free",
-        flush=True,
-    )
-    print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
+    need = plan_bytes(tokens, supervised, len(taps), spec(target_dir).hidden_size, last, manifest["dtype"])
+    _say_sizes(store_dir, need, tokens, counts, manifest["dtype"], max_length)
     check_disk(store_dir, need, cap_gb)
+    wanted = {s["id"] for s in kept}
     if (store_dir / "manifest.json").exists():
         check_same_capture(store_dir, read_manifest(store_dir), manifest)
+    several = bool(part.name or part_stores(store_dir))
+    done = gather(store_dir, manifest, wanted) if several else set()
+    if (store_dir / "manifest.json").exists():
         check_same_sequences(store_dir, {name: ids[:max_length] for name, ids in whole.items()})
-    writer = StoreWriter(store_dir, manifest, shard_tokens)
-    todo = [s for s in kept if s["id"] not in writer.done]
+    writer = StoreWriter(store_dir / part.name, manifest, shard_tokens)
+    done |= writer.done
+    todo = [s for s in part.of(kept) if s["id"] not in done]
+    left, ran = sum(len(s["token_ids"]) for s in todo), {"seconds": 0.0, "tokens_per_second": 0.0}
+    if todo and len(todo) < len(kept):
+        print(f"capture: {part.name or 'goes on'} with {len(todo)} sequences, {left} tokens", flush=True)
     if not todo:
         writer.close()
         print("capture: all of them are in the store already", flush=True)
-        return {**counts, "tokens": tokens, "seconds": 0.0, "tokens_per_second": 0.0}
-    left = sum(len(s["token_ids"]) for s in todo)
-    if len(todo) < len(kept):
-        print(f"capture: goes on with {len(todo)} sequences, {left} tokens", flush=True)
-    if not taps and last == "none":
-        return {**counts, "tokens": tokens, **_store_tokens(writer, todo)}
-    plan = {"store_dir": str(store_dir.absolute()), "manifest": manifest, "taps": list(taps), "last": last, "shard_tokens": shard_tokens}
-    seconds = prefill(target_dir, target_cfg, todo, plan, in_flight)
-    return {**counts, "tokens": tokens, "seconds": seconds, "tokens_per_second": left / seconds}
+    elif not taps and last == "none":
+        _store_tokens(writer, todo)
+    else:
+        plan = {"store_dir": str(writer.folder.absolute()), "manifest": manifest, "taps": list(taps), "last": last}
+        seconds = prefill(target_dir, target_cfg, todo, {**plan, "shard_tokens": shard_tokens}, in_flight)
+        ran = {"seconds": seconds, "tokens_per_second": left / seconds}
+    if part.name and (rest := len(wanted - gather(store_dir, manifest, wanted))):
+        print(f"capture: {part.name} has nothing more to do; {rest} sequences are still with other parts", flush=True)
+    return {**counts, "tokens": tokens, **ran}
+
+
+def _say_sizes(store_dir: Path, need: int, tokens: int, counts: dict[str, int], dtype: str, max_length: int) -> None:
+    print(f"capture: {counts['sequences']} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
+    free = free_bytes(store_dir) / 1e9
+    print(f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={dtype}), {free:,.2f} GB of the disk are free", flush=True)
+    print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
 
 
 def prefill(target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any]], plan: dict[str, Any], in_flight: int) -> float:
     """Runs {id, token_ids, spans} through the target, whose states the connector stores. plan: its settings, but for what the target
     says. Returns seconds."""
+    job = capture_job(target_dir, target_cfg, todo, plan, in_flight)
+    return run_child(job, todo, "capture", sum(len(s["token_ids"]) for s in todo), "tokens")["seconds"]
+
+
+def capture_job(
+    target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any]], plan: dict[str, Any], in_flight: int
+) -> dict[str, Any]:
+    """What data.engine_worker.capture is told, for `prefill`."""
     target = spec(target_dir)
     layer_ids = sorted({*plan["taps"], *([target.num_layers] if plan["last"] != "none" else [])})
     longest = max(len(s["token_ids"]) for s in todo) + 1  # the engine generates one token, which nobody reads
@@ -137,16 +142,14 @@ def prefill(target_dir: Path, target_cfg: TargetConfig, todo: list[dict[str, Any
     connector |= {"target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
     running = 2 * llm["max_num_batched_tokens"] + longest  # this step's tokens, those of the step before, one sequence in part
     cache = cache_plan(target, llm, tokens=running, layers=target.num_layers, hidden_states=len(layer_ids))
-    job = {"task": "capture", "llm": llm, "states": True, "connector": connector, **cache}
-    return run_child(job, todo, "capture", sum(len(s["token_ids"]) for s in todo), "tokens")["seconds"]
+    return {"task": "capture", "llm": llm, "states": True, "connector": connector, **cache}
 
 
-def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> dict[str, float]:
+def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> None:
     """The whole capture where no state is asked for: no engine starts."""
     with writer:
         for s in sequences:
             writer.add(s["id"], torch.tensor(s["token_ids"]), torch.tensor(mask_of(s["spans"], len(s["token_ids"]))))
-    return {"seconds": 0.0, "tokens_per_second": 0.0}
 
 
 def generate_each(  # noqa: PLR0913

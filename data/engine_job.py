@@ -150,7 +150,13 @@ def run_child(job: dict[str, Any], items: Iterable[dict[str, Any]], label: str, 
     print(f"{label}: starting vLLM", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "data.engine_child", str(folder / "job.json"), str(os.getpid())]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
+        command,
+        cwd=ROOT,
+        env=_environment(job["llm"]["tensor_parallel_size"]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
     )
     try:
         _follow(process, log, Progress(label, total, unit))
@@ -168,11 +174,20 @@ def run_child(job: dict[str, Any], items: Iterable[dict[str, Any]], label: str, 
     return answer
 
 
-def _environment() -> dict[str, str]:
-    """The child's environment: one process, quiet, offline (the target is a local folder), and our cache size instead of the variable's."""
+def _environment(gpus: int) -> dict[str, str]:
+    """The child's environment: one process, quiet, offline (the target is a local folder), our cache size instead of the variable's, and
+    under torchrun its own `gpus` of this machine's."""
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
     ours["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # a capture of max_position_embeddings tokens asks for one more, never used
     kept = {key: value for key, value in os.environ.items() if key not in TORCHRUN and key != "VLLM_CPU_KVCACHE_SPACE"}
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        there = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        first, engines = int(os.environ["LOCAL_RANK"]) * gpus, int(os.environ["LOCAL_WORLD_SIZE"])
+        if engines * gpus > len(there.split(",")):
+            raise UserError(
+                f"{engines} engines of target.tensor_parallel={gpus} on the GPUs {there}: start fewer with torchrun, or lower it"
+            )
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(there.split(",")[first : first + gpus])
     path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return {"VLLM_LOGGING_LEVEL": "ERROR", **kept, **ours, "PYTHONPATH": path}
 

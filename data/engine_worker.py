@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,35 +149,41 @@ def respond(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def capture(job: dict[str, Any]) -> dict[str, Any]:
-    """Prefills each item (id, token_ids, spans); the connector stores the states. vLLM's layer ids are layers applied."""
-    from data.vllm_connector import close_store, has_room
+    """Prefills each item (id, token_ids, spans); the connector stores the states."""
+    llm, began = start_capture(job), time.monotonic()
+    report(0, "engine started")
+    take_states(llm, job, items(job))
+    return {"seconds": time.monotonic() - began}
 
-    layer_ids = job["connector"]["layer_ids"]
+
+def start_capture(job: dict[str, Any]) -> LLM:
+    """The engine with our connector. vLLM's layer ids are layers applied."""
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    method["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}}
+    method["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": job["connector"]["layer_ids"]}}
     transfer = {"kv_connector": "StoreConnector", "kv_connector_module_path": "data.vllm_connector", "kv_role": "kv_producer"}
     transfer["kv_connector_extra_config"] = job["connector"]
-    llm = start(job, speculative_config=method, kv_transfer_config=transfer)
+    return start(job, speculative_config=method, kv_transfer_config=transfer)
+
+
+def take_states(llm: LLM, job: dict[str, Any], wanted: Iterable[dict[str, Any]]) -> None:
+    """Returns when the states of all of them are on disk."""
+    from data.vllm_connector import close_store, has_room
+
     folder, window = Path(job["connector"]["store_dir"]), job["connector"]["window"]
     waiting = Waiting(lambda text: report(tokens, text))
     lengths: dict[str, int] = {}
     began, told, tokens = time.monotonic(), 0.0, 0
 
     def asks() -> Iterator[Ask]:
-        for item in items(job):
+        for item in wanted:
             while window and not all(llm.collective_rpc(has_room)):
                 waiting.on("the window is full", folder / "reader", "training", TRAIN)
                 time.sleep(1)
             waiting.over()
             lengths[item["id"]] = len(item["token_ids"])
             about = {"record_id": item["id"], "spans": item["spans"]}
-            params = SamplingParams(
-                temperature=0,
-                max_tokens=1,
-                detokenize=False,
-                extra_args={"kv_transfer_params": about},
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            params.extra_args = {"kv_transfer_params": about}
             yield Ask(item["id"], item["token_ids"], params)
 
     def on_output(output: RequestOutput) -> bool:
@@ -188,14 +194,12 @@ def capture(job: dict[str, Any]) -> dict[str, Any]:
             report(tokens, f"{tokens / (told - began):.0f} tokens/s")
         return False
 
-    report(0, "engine started")
     drive(llm, asks(), job["llm"]["max_num_seqs"], on_output)
     core = llm.llm_engine.engine_core
     assert isinstance(core, InprocClient)
     while core.engine_core.scheduler.has_requests():  # the last sequences are handed over one engine step after they finish
         core.get_output()
     llm.collective_rpc(close_store)
-    return {"seconds": time.monotonic() - began}
 
 
 def spec_counters(llm: LLM) -> dict[str, Any]:

@@ -1,21 +1,22 @@
-"""One writer per folder."""
+"""One writer per folder, or several that know of each other."""
 
 from __future__ import annotations
 
 import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from data.errors import UserError
+from data.part import WHOLE, Part
 
 
-def hold(folder: Path, key: str) -> IO[str]:
+def hold(folder: Path, key: str, name: str = ".lock") -> IO[str]:
     """As `alone`, until what is returned is closed or this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    f = (folder / ".lock").open("w")
+    f = (folder / name).open("w")
     for attempts_left in (2, 1, 0):
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,10 +44,24 @@ def held(folder: Path) -> bool:
 
 
 @contextmanager
-def alone(folder: Path, key: str) -> Iterator[None]:
-    """Inside, no other process of ours writes to `folder`, which is made; a kill releases it. key: what names the folder in a conf.
+def alone(folder: Path, key: str, part: Part = WHOLE) -> Iterator[None]:
+    """Inside, no other process of ours writes to `folder`, which is made; a kill releases it. key: what names the folder in a conf. part:
+    beside other parts of as many, but for this one.
 
     UserError: another one is in it.
     """
-    with hold(folder, key):
+    mine, partners = (f".lock-{part.name}", f"-of-{part.count}") if part.name else (".lock", ".lock")
+    with hold(folder, key, mine):
+        for path in folder.glob(".lock*"):
+            if not path.name.endswith(partners):
+                hold(folder, key, path.name).close()
+        yield
+
+
+@contextmanager
+def turn(folder: Path, name: str = ".turn") -> Iterator[None]:
+    """Inside, no other process of ours is inside this for `folder`, which exists; waits until it is left."""
+    with (folder / name).open("w") as f:
+        with suppress(OSError):  # a file system that knows no locks
+            fcntl.flock(f, fcntl.LOCK_EX)
         yield

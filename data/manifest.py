@@ -37,7 +37,7 @@ def check_disk(folder: Path, need_bytes: int, cap_gb: float) -> None:
             f"{folder}: the hidden states take {need_bytes / 1e9:.2f} GB, over the cap data.max_store_gb={cap_gb:g}; "
             "raise data.max_store_gb, or lower data.limit or data.max_length"
         )
-    have = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
+    have = sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
     check_free(folder, need_bytes - have)
 
 

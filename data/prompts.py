@@ -1,4 +1,4 @@
-"""Prompts from JSONL, ShareGPT, Parquet or HF data sets to one record type; what cannot be used is quarantined with file:line and reason.
+"""Prompts from JSONL, ShareGPT, Parquet, plain text or data sets to one chat record type; what cannot be used is put aside with its reason.
 
 Also the JSONL reader and writer of the response files, which must survive a kill in the middle of a line.
 """
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -24,10 +24,18 @@ WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)")  # 3*data/promptset
 Row = tuple[str, int, "bytes | dict[str, Any]"]  # file, line (1-based), raw line or an already parsed row
 
 
-def read_prompts(sources: list[str], quarantine: Path | None, root: Path, chars: tuple[int, int | None] = (0, None)) -> list[ChatRecord]:
-    """Every usable record of `sources`, in order. A source is a .jsonl or .parquet file, a folder of them, a folder written by
-    datasets' save_to_disk, or `hf:<id>[:split]`, each perhaps with a weight before it (`3*<source>`, for `select`); relative paths
-    count from `root`. Of records that ask the same the first is used; `chars`: the least and the most characters of a question.
+def read_prompts(
+    sources: list[str],
+    quarantine: Path | None,
+    root: Path,
+    chars: tuple[int, int | None] = (0, None),
+    one_more: Callable[[list[ChatRecord]], str] | None = None,
+) -> list[ChatRecord]:
+    """Every usable record of `sources`, in order. A source is a .jsonl or .parquet file, a folder of them, a .txt file with a question on
+    each line, a folder written by datasets' save_to_disk, or `hf:<id>[:split]`, each perhaps with a weight before it (`3*<source>`, for
+    `select`); relative paths count from `root`. Of records that ask the same the first is used; `chars`: the least and the most
+    characters of a question.
+    one_more: makes a last source out of the records of these.
 
     Unusable rows go to the file `quarantine` as JSONL {file, line, reason, text} (it is replaced whole, and empty when all is well)
     and are counted on stderr. UserError: a source that is missing or of unknown kind, or no usable record in all of them.
@@ -35,7 +43,8 @@ def read_prompts(sources: list[str], quarantine: Path | None, root: Path, chars:
     records: list[ChatRecord] = []
     bad: list[dict[str, Any]] = []
     seen: dict[str, str] = {}
-    for source in sources:
+
+    def read(source: str) -> None:
         for file, line, raw in _rows(_weight(source)[1], root):
             try:
                 record = record_of(parse(raw), source)
@@ -45,6 +54,11 @@ def read_prompts(sources: list[str], quarantine: Path | None, root: Path, chars:
                 bad.append({"file": file, "line": line, "reason": str(why), "text": _excerpt(raw)})
                 continue
             records.append(record)
+
+    for source in sources:
+        read(source)
+    if one_more and (records or not sources):
+        read(one_more(records))
     if quarantine is not None:
         _write_atomic(quarantine, bad)
     if not records and not bad:
@@ -123,9 +137,13 @@ def _check_length(record: ChatRecord, least: int, most: int | None) -> None:
         raise Unusable(f"asks in {n} characters, {bound}")
 
 
+def jsonl_line(obj: dict[str, Any]) -> str:
+    return json.dumps(obj, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_jsonl_line(f: IO[str], obj: dict[str, Any]) -> None:
     """Appends one object to a UTF-8 text file in one flushed write, so that a kill leaves at most one incomplete line, the last."""
-    f.write(json.dumps(obj, ensure_ascii=False, allow_nan=False) + "\n")
+    f.write(jsonl_line(obj))
     f.flush()
 
 
@@ -181,10 +199,15 @@ def _file_rows(path: Path, label: str) -> Iterator[Row]:
             for line, raw in enumerate(f, 1):
                 if raw.strip():
                     yield label, line, raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
+    elif path.suffix == ".txt":
+        with path.open("rb") as f:
+            for line, raw in enumerate(f, 1):
+                if text := raw.decode("utf-8-sig" if line == 1 else "utf-8", "surrogateescape").strip():
+                    yield label, line, {"messages": [{"role": "user", "content": text}]}
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path, label)
     else:
-        raise UserError(f"data.prompts: {path} is neither .jsonl nor .parquet; convert it, one JSON object a line")
+        raise UserError(f"data.prompts: {path} is neither .jsonl, .parquet nor .txt; convert it, one JSON object a line")
 
 
 def _parquet_rows(path: Path, label: str) -> Iterator[Row]:

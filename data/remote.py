@@ -13,20 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 
-from data.answers import collect, runs, set_aside, spans_of
+from data.answers import Request, collect, runs, set_aside, spans_of
 from data.chat import loop_start, offpolicy
 from data.engine_job import request_seed, stop_ids
 from data.errors import UserError
 from data.progress import Progress
 from data.prompts import write_jsonl_line
 from data.record import ChatRecord, Unusable, asked, record_of
-
-if TYPE_CHECKING:
-    from train.config import TargetConfig
 
 RETRIES = 8  # with growing pauses, 40 s in all, or as the server's Retry-After says: for 408, 409, 429, 5xx and lost connections
 SECONDS = 600.0  # for one answer
@@ -35,25 +32,15 @@ NO_SUCH = (404, 405, 501)  # of a server that can chat, but not complete token i
 ENDS = {"stop": "stop", "tool_calls": "stop", "length": "length"}
 
 
-def respond(  # noqa: PLR0913
-    *,
-    url: str,
-    tokenizer: Any,
-    target_dir: Path,
-    target_cfg: TargetConfig,
-    records: list[dict[str, Any]],
-    out_path: Path,
-    sampling: dict[str, Any],
-    batch_size: int,
-    cut_loops: int,
-    meta: dict[str, Any],
-) -> dict[str, Any]:
+def respond(request: Request, url: str, tokenizer: Any) -> dict[str, Any]:
     """As data.engine.respond, with up to `batch_size` requests at once to the server at `url`. Prompts that it refuses are listed beside
     the answers. UserError: it cannot be reached, wants a key, serves other models, or refuses every prompt."""
+    target_dir, target_cfg, sampling = request.target_dir, request.target_cfg, request.sampling
 
-    def sample(todo: list[dict[str, Any]]) -> dict[str, Any]:
+    def sample(todo: list[dict[str, Any]], out: Path) -> dict[str, Any]:
         options = {"api_key": os.environ.get("OPENAI_API_KEY", "none"), "max_retries": RETRIES, "timeout": SECONDS}
-        with ThreadPoolExecutor(batch_size) as pool, openai.OpenAI(base_url=url, **options) as client:  # closed first, which ends retries
+        pool = ThreadPoolExecutor(request.batch_size)
+        with pool, openai.OpenAI(base_url=url, **options) as client:  # closed first, which ends retries
             server = Server(client, url, target_cfg.model, todo[0]["prompt_ids"])
             if not server.gives_ids:
                 print(f"respond: {url} gives no token ids; its words are tokenised again by the target's chat template", flush=True)
@@ -66,13 +53,11 @@ def respond(  # noqa: PLR0913
                 told = server.by_ids if server.gives_ids else server.by_chat
                 found = told(item, how, sampling["top_k"], stop_ids(target_dir) if server.gives_ids else tokenizer)
                 record = {key: item[key] for key in ("id", "messages", "meta", "prompt_ids")} | found | {"sampling": sampling}
-                return cut_loop(record, cut_loops) if cut_loops else record
+                return cut_loop(record, request.cut_loops) if request.cut_loops else record
 
-            return _drive(answer, todo, out_path, pool)
+            return _drive(answer, todo, out, pool)
 
-    return collect(
-        records=records, out_path=out_path, samples=sampling["samples"], longest=target_cfg.max_model_len, meta=meta, sample=sample
-    )
+    return collect(request, sample)
 
 
 class Server:

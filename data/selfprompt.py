@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.answers import read_answers
+from data.answers import Request, read_answers
 from data.chat import user_prefix
 from data.engine import respond
 from data.errors import UserError
 from data.identity import identity
-from data.lock import alone
+from data.lock import alone, turn
+from data.part import WHOLE, Part
 from data.prompts import read_prompts, select, write_jsonl_line
 from data.record import ChatRecord
 
@@ -42,16 +43,19 @@ def split_sources(sources: list[str]) -> tuple[list[str], int]:
     return [source for source in sources if not source.startswith(MARK)], sum(map(int, counts))
 
 
-def with_own(cfg: RunConfig, target_dir: Path, tokenizer: Any, root: Path) -> list[str]:
-    """The sources of data.prompts (relative paths count from `root`), with the file of the target's own prompts, written first, in place
-    of `self:<n>`."""
+def read_with_own(cfg: RunConfig, target_dir: Path, tokenizer: Any, root: Path, part: Part = WHOLE) -> list[ChatRecord]:
+    """The records of data.prompts (relative paths count from `root`), those of `self:<n>` last: of several engines one has the target write
+    them, and the others wait for it."""
     sources, count = split_sources(cfg.data.prompts)
     folder = Path(cfg.data.responses)
-    if count:
-        like = select(read_prompts(sources, None, root, cfg.data.prompt_chars), "train", None) if sources else []
-        with alone(folder, "data.responses"):
-            sources.append(str(invent(cfg, target_dir, tokenizer, count, folder / "self.jsonl", like)))
-    return sources
+
+    def write(given: list[ChatRecord]) -> str:
+        like = select(given, "train", None)
+        with alone(folder, "data.responses", part), turn(folder, ".turn-self"):
+            return str(invent(cfg, target_dir, tokenizer, count, folder / "self.jsonl", like))
+
+    quarantine = folder / "quarantine.jsonl" if part.number == 0 else None
+    return read_prompts(sources, quarantine, root, cfg.data.prompt_chars, write if count else None)
 
 
 def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Path, like: list[ChatRecord]) -> Path:  # noqa: PLR0913
@@ -62,16 +66,9 @@ def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Pa
     """
     prefix = user_prefix(tokenizer)
     drafts = out.with_name(out.stem + ".drafts.jsonl")
-    respond(
-        target_dir=target_dir,
-        target_cfg=cfg.target,
-        records=[beginning(tokenizer, prefix, i, like[i % len(like)] if like else None) for i in range(count)],
-        out_path=drafts,
-        sampling=SAMPLING,
-        batch_size=cfg.data.batch_size,
-        cut_loops=0,
-        meta=maker(cfg, target_dir),
-    )
+    records = [beginning(tokenizer, prefix, i, like[i % len(like)] if like else None) for i in range(count)]
+    settings = {"target_dir": target_dir, "target_cfg": cfg.target, "batch_size": cfg.data.batch_size, "cut_loops": 0}
+    respond(Request(records=records, out_path=drafts, sampling=SAMPLING, meta=maker(cfg, target_dir), **settings))
     found = usable(read_answers(drafts)[0], tokenizer, len(prefix))
     if not found:
         raise UserError(f"{drafts}: none of {count} prompts that the target wrote can be used; is it a chat model?")

@@ -1,8 +1,8 @@
 """The hidden-state store: ragged safetensors shards, and a manifest that alone says which of them count.
 
 A shard holds whole sequences end to end, without padding: token_ids [N] int32, loss_mask [N] uint8, offsets [S+1] int64,
-taps [N, L, D] (compact ones with taps_scale [N, L], see data/states.py) and last, the states after the target's final norm: [N, D]
-(policy "all"), [R, D] ("supervised": only the rows whose next token is a label) or absent ("none"). A shard is written in `writing/`,
+taps [N, L, D] and last, the states after the target's final norm: [N, D] (policy "all"), [R, D] ("supervised": only the rows whose
+next token is a label) or absent ("none"); compact ones with scales beside them, see data/states.py. A shard is written in `writing/`,
 synced and moved beside the others; then the manifest is replaced in the same way. A kill at any moment therefore leaves a store that
 is valid up to its manifest.
 
@@ -45,7 +45,7 @@ from data.manifest import check_compatible as check_compatible
 from data.manifest import check_disk as check_disk
 from data.manifest import plan_bytes as plan_bytes
 from data.sequences import Sequences
-from data.states import finite, kinds, label_rows, pack, tap_tensors, unpack
+from data.states import finite, label_rows, pack_last, pack_taps, parts, read_dtype, unpack_last, unpack_taps
 
 MAX_OPEN_SHARDS = 256  # mapped at once by one reader
 
@@ -62,8 +62,10 @@ class StoreWriter:
         assert set(IDENTITY) <= set(manifest), f"manifest lacks {set(IDENTITY) - set(manifest)}"
         assert manifest["last"] in LAST_POLICIES, manifest["last"]
         self.folder, self.shard_tokens = folder, shard_tokens
-        self.dtype, (_, self.last_dtype) = manifest["dtype"], kinds(manifest["dtype"])
+        self.dtype = manifest["dtype"]
+        read_dtype(self.dtype)  # refuses an unknown one
         plain = json.loads(json.dumps(manifest))  # as it will be read back: tuples become lists
+        self._about = ("format_version", *plain)
         self.manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, **plain, "closed": False, "shards": []}
         folder.mkdir(parents=True, exist_ok=True)
         # A folder of its own, because safetensors writes to a temporary name of its choice, which a kill leaves behind.
@@ -77,11 +79,11 @@ class StoreWriter:
         for path in folder.glob("shard-*.safetensors"):
             if path.name not in listed:
                 path.unlink()
-        self._quarantined = self._read_quarantine()
-        self.done: set[str] = {name for shard in self.manifest["shards"] for name in shard["ids"]} | self._quarantined
+        self.quarantined = self._read_quarantine()
+        self.done: set[str] = {name for shard in self.manifest["shards"] for name in shard["ids"]} | self.quarantined
         self._pending: list[tuple[str, dict[str, Tensor]]] = []
         self._pending_tokens = 0
-        self._write_manifest()
+        self.write_manifest()
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -90,9 +92,13 @@ class StoreWriter:
         if kind is None:
             self.close()
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the manifest of the same capture must say too."""
+        return {key: self.manifest[key] for key in self._about}
+
     def _adopt(self, old: dict[str, Any]) -> None:
-        mine = {key: value for key, value in self.manifest.items() if key not in ("closed", "shards")}
-        check_same_capture(self.folder, old, mine)
+        check_same_capture(self.folder, old, self.identity)
         self.manifest["shards"] = [shard for shard in old["shards"] if is_whole(self.folder, shard)]
 
     def _read_quarantine(self) -> set[str]:
@@ -120,17 +126,14 @@ class StoreWriter:
         tensors = {"token_ids": token_ids_T.to("cpu", torch.int32, copy=True), "loss_mask": loss_mask_T.to("cpu", torch.bool, copy=True)}
         if taps_TLD is not None:
             assert taps_TLD.shape == (n_tokens, n_taps, self.manifest["hidden_size"]), (name, taps_TLD.shape)
-            tensors |= pack(taps_TLD, self.dtype)
+            tensors |= pack_taps(taps_TLD, self.dtype)
         if last_TD is not None:
             assert last_TD.shape == (n_tokens, self.manifest["hidden_size"]), (name, last_TD.shape)
             rows_RD = last_TD if policy == "all" else last_TD[label_rows(loss_mask_T).to(last_TD.device)]
-            tensors["last"] = rows_RD.detach().to("cpu", self.last_dtype, copy=True)
+            tensors |= pack_last(rows_RD, self.dtype)
         self.done.add(name)
-        bad = ["taps"] if taps_TLD is not None and not finite(tensors) else []
-        if "last" in tensors and not tensors["last"].isfinite().all():
-            bad.append("last")
-        if bad:
-            self._quarantine(name, f"NaN or Inf in {' and '.join(bad)}")
+        if bad := [key for key in ("taps", "last") if key in tensors and not finite(tensors, key)]:
+            self.set_aside(name, f"NaN or Inf in {' and '.join(bad)}")
             return False
         self._pending.append((name, tensors))
         self._pending_tokens += n_tokens
@@ -138,8 +141,8 @@ class StoreWriter:
             self._flush()
         return True
 
-    def _quarantine(self, name: str, reason: str) -> None:
-        self._quarantined.add(name)
+    def set_aside(self, name: str, reason: str) -> None:
+        self.quarantined.add(name)
         with (self.folder / "quarantine.jsonl").open("a", encoding="utf-8") as f:
             f.write(json.dumps({"id": name, "reason": reason}, ensure_ascii=False) + "\n")
             f.flush()
@@ -147,15 +150,16 @@ class StoreWriter:
 
     def _flush(self) -> None:
         """Writes the pending sequences as one shard and lists it."""
-        parts = [tensors for _, tensors in self._pending]
-        lengths = [len(part["token_ids"]) for part in parts]
-        rows = [label_rows(part["loss_mask"]) for part in parts]
-        tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        pending = [tensors for _, tensors in self._pending]
+        lengths = [len(each["token_ids"]) for each in pending]
+        rows = [label_rows(each["loss_mask"]) for each in pending]
+        tensors = {key: torch.cat([each[key] for each in pending]) for key in pending[0]}
         tensors["loss_mask"] = tensors["loss_mask"].to(torch.uint8)
         tensors["offsets"] = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64)
         check_free(self.folder, sum(tensor.nbytes for tensor in tensors.values()))
         shards = self.manifest["shards"]
-        number = int(shards[-1]["file"][len("shard-") : -len(".safetensors")]) + 1 if shards else 0
+        taken = [int(Path(shard["file"]).stem[len("shard-") :]) for shard in shards if "/" not in shard["file"]]  # others are a part's
+        number = max(taken, default=-1) + 1
         final = self.folder / f"shard-{number:05d}.safetensors"
         self.writing.mkdir(exist_ok=True)
         temporary = self.writing / final.name
@@ -170,7 +174,7 @@ class StoreWriter:
                 "file": final.name,
                 "bytes": final.stat().st_size,
                 "sha256": digest,
-                "sequences": len(parts),
+                "sequences": len(pending),
                 "tokens": sum(lengths),
                 "supervised_tokens": int(sum(int(row.sum()) for row in rows)),
                 "ids": [name for name, _ in self._pending],
@@ -180,12 +184,12 @@ class StoreWriter:
             }
         )
         self._pending, self._pending_tokens = [], 0
-        self._write_manifest()
+        self.write_manifest()
 
-    def _write_manifest(self) -> None:
+    def write_manifest(self) -> None:
         for key in ("sequences", "tokens", "supervised_tokens"):
             self.manifest[key] = sum(shard[key] for shard in self.manifest["shards"])
-        self.manifest["quarantined"] = len(self._quarantined)
+        self.manifest["quarantined"] = len(self.quarantined)
         replace_text(self.folder / "manifest.json", json.dumps(self.manifest, ensure_ascii=False))
 
     def close(self) -> None:
@@ -194,7 +198,7 @@ class StoreWriter:
             self._flush()
         shutil.rmtree(self.writing, ignore_errors=True)
         self.manifest["closed"] = True
-        self._write_manifest()
+        self.write_manifest()
 
 
 @dataclass
@@ -268,20 +272,19 @@ class Store(Sequences):
             raise UserError(f"{path}: cannot read sequence {i} ({self.ids[i]}): {error}; {recapture(path)}") from error
 
     def _read(self, shard: _Shard, k: int, columns: list[int], stop: int | None, with_last: bool) -> dict[str, Any]:
-        first, end = shard.offsets[k], shard.offsets[k + 1]
+        first, end, dtype = shard.offsets[k], shard.offsets[k + 1], self.manifest["dtype"]
         length = end - first if stop is None else min(end - first, stop)
         mask_T = shard.loss_mask_N[first : first + length].clone()
         ids_T = shard.file.get_slice("token_ids")[first : first + length].long()
         taps_TLD = last_TD = None
         if columns:
             whole = columns == list(range(len(self.manifest["taps"])))
-            parts = [shard.file.get_slice(key) for key in tap_tensors(self.manifest["dtype"])]
-            rows = [part[first : first + length] if whole else part[first : first + length, columns] for part in parts]
-            taps_TLD = unpack(rows, self.manifest["dtype"])
+            slices = [shard.file.get_slice(key) for key in parts("taps", dtype)]
+            taps_TLD = unpack_taps([x[first : first + length] if whole else x[first : first + length, columns] for x in slices], dtype)
         if with_last and self.manifest["last"] != "none":
             rows_T = torch.ones_like(mask_T) if self.manifest["last"] == "all" else label_rows(shard.loss_mask_N[first:end])[:length]
             a, n_rows = shard.last_offsets[k], int(rows_T.sum())
-            last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=kinds(self.manifest["dtype"])[1])
+            last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=read_dtype(dtype))
             if n_rows:
-                last_TD[rows_T] = shard.file.get_slice("last")[a : a + n_rows]
+                last_TD[rows_T] = unpack_last([shard.file.get_slice(key)[a : a + n_rows] for key in parts("last", dtype)], dtype)
         return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD}

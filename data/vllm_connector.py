@@ -6,6 +6,9 @@ keeps the residual streams of chosen layers in a cache group of its own. Shapes:
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,9 @@ class StoreConnector(ExampleHiddenStatesConnector):
         self.plan: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
         self.handed: set[str] = set()
         self.writer: StoreWriter | None = None
+        self.thread = ThreadPoolExecutor(1, "store")  # of the writer alone: the target goes on while states are packed and written
+        self.backlog: deque[tuple[Future[None], int]] = deque()  # what it has still to do, and tokens of each
+        self.lock = threading.Lock()  # of the writer
 
     # scheduler side
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -85,32 +91,55 @@ class StoreConnector(ExampleHiddenStatesConnector):
         return done or None, None
 
     def _store(self, pending: Handover) -> None:
-        assert self.writer is not None and self._kv_cache is not None
+        """Takes the states out of the cache, whose blocks may then be used again, and hands them to the writer's thread."""
+        assert self._kv_cache is not None
         n = pending.token_ids.shape[0]
         blocks = torch.tensor(pending.block_ids, dtype=torch.long)
         slots_n = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:n]
-        states_nCD = extract_from_kv_cache(self._kv_cache, slots_n.to(self._kv_cache.device), n).cpu()
-        mask_n = torch.tensor(mask_of(pending.spans, n))
-        taps_nLD = states_nCD[:, self.columns].contiguous() if self.columns else None
+        states_nCD = extract_from_kv_cache(self._kv_cache, slots_n.to(self._kv_cache.device), n).to("cpu", non_blocking=True)
+        copied = torch.cuda.Event() if self._kv_cache.is_cuda else None
+        if copied:
+            copied.record()
+        self.backlog.append((self.thread.submit(self._write, pending, states_nCD, copied), n))
+        self.handed.add(pending.req_id)
+        self.wait_for_writer(self.plan["shard_tokens"])
+
+    def wait_for_writer(self, tokens: int) -> None:
+        """Until it has no more than `tokens` before it. Raises what it raised."""
+        while self.backlog and (self.backlog[0][0].done() or sum(n for _, n in self.backlog) > tokens):
+            self.backlog.popleft()[0].result()
+
+    def _write(self, pending: Handover, states_nCD: Tensor, copied: torch.cuda.Event | None) -> None:
+        assert self.writer is not None
+        if copied:
+            copied.synchronize()
+        taps_nLD = states_nCD[:, self.columns] if self.columns else None
         last_nD = None
         if self.plan["last"] != "none":
             final = self.plan["layer_ids"].index(self.plan["depth"])  # vLLM gives the last residual stream before the final norm
             last_nD = rms_norm(states_nCD[:, final], self.norm_D, self.plan["eps"])
-        self.writer.add(pending.record_id, pending.token_ids, mask_n, taps_nLD, last_nD)
-        self.handed.add(pending.req_id)
+        mask_n = torch.tensor(mask_of(pending.spans, len(states_nCD)))
+        with self.lock:
+            self.writer.add(pending.record_id, pending.token_ids, mask_n, taps_nLD, last_nD)
 
 
 def close_store(_worker: Any) -> None:
     """Closes the store of this worker's connector. For `LLM.collective_rpc`: an engine's own shutdown is no promise."""
-    connector = get_kv_transfer_group()
-    assert isinstance(connector, StoreConnector)
+    connector = _connector()
     if connector.writer is not None:
+        connector.wait_for_writer(0)
         connector.writer.close()
 
 
 def has_room(_worker: Any) -> bool:
     """Whether the window of this worker's connector has room for one more sequence."""
+    connector = _connector()
+    writer = connector.writer
+    with connector.lock:
+        return not isinstance(writer, WindowWriter) or writer.has_room(Sizes(**connector.plan["window"]))
+
+
+def _connector() -> StoreConnector:
     connector = get_kv_transfer_group()
     assert isinstance(connector, StoreConnector)
-    writer = connector.writer
-    return not isinstance(writer, WindowWriter) or writer.has_room(Sizes(**connector.plan["window"]))
+    return connector

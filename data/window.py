@@ -29,8 +29,9 @@ SHARDS = 32  # at least so many in a window
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a window. Beside whole shards there are a shard that is not full and the sequences in the engine, for which room is kept, each
-    of at most `shard` tokens and a sequence; the training may need what lies among as much again, and a shard that it is past in part.
+    """Of a window. Beside whole shards there are a shard that is not full, the sequences in the engine, and those before the writer, for
+    which room is kept, each of at most `shard` tokens and a sequence; the training may need what lies among as much again, and a shard
+    that it is past in part.
     """
 
     window: float  # bytes
@@ -195,7 +196,7 @@ class WindowWriter(StoreWriter):
         if not gone:
             return
         self.manifest["shards"] = shards
-        self._write_manifest()  # first: a kill leaves files that no manifest lists, which the next writer deletes
+        self.write_manifest()  # first: a kill leaves files that no manifest lists, which the next writer deletes
         for shard in gone:
             (self.folder / shard["file"]).unlink()
             self.done -= set(shard["ids"])
@@ -204,7 +205,7 @@ class WindowWriter(StoreWriter):
         """Whether one more sequence may go to the engine."""
         return self.drop_past() + sizes.room <= sizes.window
 
-    def _quarantine(self, name: str, reason: str) -> None:
+    def set_aside(self, name: str, reason: str) -> None:
         raise UserError(f"{self.folder}: {reason} of {name.partition('/')[2]}: delete its line in the answers, or set target.dtype=float32")
 
 

@@ -1,5 +1,7 @@
-"""Prompts -> the target's own answers: `python launch/respond.py conf=<name>`. Resumable: the same command goes on."""
+"""Prompts -> the target's own answers: `python launch/respond.py conf=<name>`. Resumable: the same command goes on.
+Several engines share the work under torchrun, in a Slurm array, or with part=0/4 .. part=3/4."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,17 +9,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.ask import ask
 from data.chat import load_tokenizer
-from data.prompts import read_prompts
-from data.selfprompt import with_own
+from data.part import Part
+from data.selfprompt import read_with_own
 from data.target import resolve
 from train.config import ROOT, RunConfig, main
+from train.words import take
+
+word = take("part").get("part")
 
 
 def run(cfg: RunConfig) -> None:
-    folder, target_dir = Path(cfg.data.responses), resolve(cfg.target, ROOT)
+    part, target_dir = Part.of_process(os.environ, word), resolve(cfg.target, ROOT)
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
-    prompts = read_prompts(with_own(cfg, target_dir, tokenizer, ROOT), folder / "quarantine.jsonl", ROOT, cfg.data.prompt_chars)
-    ask(cfg, target_dir, tokenizer, prompts)
+    ask(cfg, target_dir, tokenizer, read_with_own(cfg, target_dir, tokenizer, ROOT, part), part)
 
 
 if __name__ == "__main__":

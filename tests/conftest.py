@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from data.builtin import build_tiny
 from data.errors import UserError
 from heads import build
 from heads.base import Batch, DraftHead, Frozen, TargetSpec
@@ -121,3 +122,17 @@ def conf(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def head(conf: dict[str, Any]) -> DraftHead:
     return ready(conf)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in tiny target."""
+    return build_tiny(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of its answers."""
+    from live import make_answers  # imports the trainer, which takes its time
+
+    return make_answers(target, tmp_path_factory.mktemp("made"))

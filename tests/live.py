@@ -18,6 +18,7 @@ from data.answers import mask_of
 from data.forward import Forward
 from data.identity import identity
 from data.online import Answers
+from data.part import WHOLE, Part
 from data.store import StoreWriter
 from data.target import spec
 from data.window import Sizes, Window, WindowWriter
@@ -80,10 +81,10 @@ def prefill(target_dir: Path, _cfg: Any, todo: list[dict[str, Any]], job: dict[s
     return 1.0
 
 
-def capture(cfg: RunConfig, target: Path) -> None:
+def capture(cfg: RunConfig, target: Path, part: Part = WHOLE) -> None:
     """launch/capture.py in this process, with the `prefill` above in the place of the engine's."""
     head = build(cfg.head, spec(target))
-    data.capture.capture_run(cfg, head, target, plan.window_sizes(cfg, head))
+    data.capture.capture_run(cfg, head, target, plan.window_sizes(cfg, head), part)
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from test_chat import CHATML, tokenizer_for
 
 from data import ask as ask_module
 from data import engine, masks
-from data.answers import mask_of, read_answers, runs, spans_of
+from data.answers import Request, mask_of, read_answers, runs, spans_of
 from data.ask import take_given
 from data.record import ChatRecord
 from data.store import Store
@@ -82,16 +81,16 @@ class Cfg:
 
 @pytest.mark.parametrize("answers", ["target", "given"])
 def test_held_out_answers_are_always_the_targets_own(answers, tmp_path, monkeypatch):
-    called: dict[str, dict] = {}
-    monkeypatch.setattr(ask_module, "respond", lambda **settings: called.update({Path(settings["out_path"]).stem: settings}))
+    called: dict[str, Request] = {}
+    monkeypatch.setattr(ask_module, "respond", lambda request: called.update({request.out_path.stem: request}))
     monkeypatch.setattr(ask_module, "identity", lambda *_: {"target": {}})
     prompts = [chat("a", *THREE), chat("b", "blue", "blue light", split="heldout"), chat("c", "sky", "blue", split="heldout")]
     cfg = Cfg(DataConfig(responses=str(tmp_path), answers=answers, limit=5, heldout_limit=1))
     cfg.data.sampling.samples = 3
     ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts)
     assert set(called) == {"train", "heldout"} - ({"train"} if answers == "given" else set())
-    assert [r["id"] for r in called["heldout"]["records"]] == ["b"] and called["heldout"]["sampling"]["samples"] == 1
+    assert [r["id"] for r in called["heldout"].records] == ["b"] and called["heldout"].sampling["samples"] == 1
     assert (tmp_path / "train.jsonl").is_file() == (answers == "given")
     if answers == "target":
-        assert called["train"]["sampling"]["samples"] == 3 and called["train"]["records"][0]["prompt_ids"]
+        assert called["train"].sampling["samples"] == 3 and called["train"].records[0]["prompt_ids"]
     refused(lambda: ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts[:1]), "no prompt for the split 'heldout'")

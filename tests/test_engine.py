@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from data import engine_job
-from data.answers import check_meta, unanswered
+from data.answers import Request, check_meta, unanswered
 from data.builtin import build_tiny
 from data.chat import loop_start
 from data.engine import capture, generate, respond
@@ -55,16 +55,8 @@ def prompts(n: int, length: int = 12) -> list[dict[str, Any]]:
 
 
 def answer(target: Path, out: Path, records: list[dict[str, Any]], cut_loops: int = 0, **sampling: Any) -> dict[str, Any]:
-    return respond(
-        target_dir=target,
-        target_cfg=config(target),
-        records=records,
-        out_path=out,
-        sampling={**SAMPLING, **sampling},
-        batch_size=4,
-        cut_loops=cut_loops,
-        meta={"target": "tiny"},
-    )
+    request = {"target_dir": target, "target_cfg": config(target), "records": records, "out_path": out, "batch_size": 4}
+    return respond(Request(**request, sampling={**SAMPLING, **sampling}, cut_loops=cut_loops, meta={"target": "tiny"}))
 
 
 def write_responses(path: Path, n: int, prompt: int, response: int) -> Path:

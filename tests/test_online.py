@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import refused
-from live import LONGEST, config, make_answers, train, write_store
+from live import LONGEST, config, train, write_store
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.batch import Batches
-from data.builtin import build_tiny
 from data.forward import Forward
 from data.identity import unfinished
 from data.online import Answers
@@ -24,16 +22,6 @@ from data.target import spec, spec_from_config
 from heads import build
 from train import checkpoint, dist, inputs, plan, setup
 from train.config import load
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_answers(target, tmp_path_factory.mktemp("made"))
 
 
 @pytest.mark.parametrize(("last", "taps"), [("supervised", (0, 1, 2)), ("all", ()), ("none", (2, 0))])

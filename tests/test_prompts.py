@@ -148,6 +148,14 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     assert bad["file"] == "set/b.parquet" and bad["line"] == 2
 
 
+def test_each_line_of_a_plain_text_is_a_question(tmp_path):
+    (tmp_path / "p.txt").write_bytes("\ufeffWhy is it blue?\n\n  Çay?  \r\n".encode() + b"bad \xff\nlast")
+    records = read_prompts(["2*p.txt"], tmp_path / "bad.jsonl", tmp_path)
+    assert [r.messages for r in records] == [ask("Why is it blue?"), ask("Çay?"), ask("last")]
+    bad = json.loads((tmp_path / "bad.jsonl").read_text())
+    assert bad["line"] == 4 and "UTF-8" in bad["reason"]
+
+
 def test_saved_and_hub_data_sets_are_read(tmp_path, monkeypatch):
     import datasets
 
@@ -173,7 +181,7 @@ def test_sources_that_are_not_there_or_not_known_are_errors(tmp_path):
     for source, message in {
         "nosuch": "does not exist",
         "empty": "holds no .jsonl",
-        "x.csv": "neither .jsonl nor",
+        "x.csv": "neither .jsonl, .parquet nor .txt",
         "x.parquet": "not a readable Parquet",
         "blank.jsonl": "no prompts in .blank.jsonl",
     }.items():

@@ -20,7 +20,7 @@ from conftest import refused
 from test_chat import CHATML, QWEN3, tokenizer_for
 
 from data import engine, remote
-from data.answers import read_answers, spans_of
+from data.answers import Request, read_answers, spans_of
 from data.builtin import build_tiny
 from data.chat import loop_start, prompt_ids
 from data.record import ChatRecord
@@ -108,18 +108,9 @@ def prompts(n: int, tokenizer: Any = TOKENIZER) -> list[dict[str, Any]]:
 
 def ask(fake: Fake, out: Path, n: int = 4, tokenizer: Any = TOKENIZER, cut_loops: int = 0, **sampling: Any) -> dict[str, dict[str, Any]]:
     (out.parent / "config.json").write_text('{"eos_token_id": 2}')
-    remote.respond(
-        url=fake.url,
-        tokenizer=tokenizer,
-        target_dir=out.parent,
-        target_cfg=TargetConfig(model="tiny", max_model_len=60),
-        records=prompts(n, tokenizer),
-        out_path=out,
-        sampling=SAMPLING | sampling,
-        batch_size=3,
-        cut_loops=cut_loops,
-        meta={"target": "tiny"},
-    )
+    request = {"target_dir": out.parent, "target_cfg": TargetConfig(model="tiny", max_model_len=60), "records": prompts(n, tokenizer)}
+    request |= {"out_path": out, "sampling": SAMPLING | sampling, "batch_size": 3, "cut_loops": cut_loops, "meta": {"target": "tiny"}}
+    remote.respond(Request(**request), fake.url, tokenizer)
     return {a["id"]: a for a in read_answers(out)[0]}
 
 
@@ -248,8 +239,8 @@ def test_vllms_own_server_gives_the_answers_of_our_engine(tmp_path):
             "cut_loops": 4,
         }
         settings |= {"sampling": SAMPLING | {"top_p": 1.0}, "batch_size": 4, "meta": {}}
-        remote.respond(url=f"http://127.0.0.1:{port}/v1", tokenizer=None, out_path=tmp_path / "server.jsonl", **settings)
-        engine.respond(out_path=tmp_path / "engine.jsonl", **settings)
+        remote.respond(Request(out_path=tmp_path / "server.jsonl", **settings), f"http://127.0.0.1:{port}/v1", None)
+        engine.respond(Request(out_path=tmp_path / "engine.jsonl", **settings))
     finally:
         process.terminate()
         process.wait()

@@ -1,4 +1,4 @@
-"""Compact taps: what e4m3 with a scale per row keeps, and a store of them beside a plain one."""
+"""Compact states: what e4m3 with a scale per row and int8 with one per 32 keep, and a store of them beside a plain one."""
 
 import hashlib
 
@@ -8,14 +8,18 @@ from conftest import refused, store_manifest
 from safetensors.torch import load_file
 
 from data.manifest import plan_bytes
-from data.states import finite, kinds, pack, unpack
+from data.states import finite, pack_last, pack_taps, read_dtype, unpack_last, unpack_taps
 from data.store import Store, StoreWriter
 
 TAPS, D = (2, 5, 9), 64
 
 
 def read_back(taps_TLD):
-    return unpack(list(pack(taps_TLD, "fp8").values()), "fp8")
+    return unpack_taps(list(pack_taps(taps_TLD, "fp8").values()), "fp8")
+
+
+def last_back(last_RD):
+    return unpack_last(list(pack_last(last_RD, "fp8").values()), "fp8")
 
 
 def random_taps(n, seed=0, D=D):
@@ -42,32 +46,46 @@ def test_a_huge_element_leaves_the_others_their_precision():
 
 
 def test_what_is_read_is_exactly_what_was_written_and_loses_nothing_again():
-    packed = pack(random_taps(30), "fp8")
+    packed = pack_taps(random_taps(30), "fp8")
     taps_TLD, scale_TL = packed.values()
     assert torch.equal(read_back(random_taps(30)).double(), taps_TLD.double() * scale_TL[..., None].double())
     assert float(taps_TLD.float().abs().amax(-1).min()) > 224 - 16 and float(taps_TLD.float().abs().max()) <= 448
-    once = unpack([taps_TLD, scale_TL], "fp8")
+    once = unpack_taps([taps_TLD, scale_TL], "fp8")
     assert torch.equal(read_back(once), once)
+
+
+def test_last_is_ten_bits_below_the_largest_of_32():
+    x_RD = random_taps(50, D=512)[:, 0]
+    high_RD, low_RD4, exponent_RB = pack_last(x_RD, "fp8").values()
+    low_RD = torch.stack([low_RD4 >> shift & 3 for shift in (0, 2, 4, 6)], -1).view(50, 512)
+    exact_RD = ((4 * high_RD.double() + low_RD).view(50, -1, 32) * 2.0 ** exponent_RB.double()[..., None]).view(50, 512)
+    assert torch.equal(last_back(x_RD), exact_RD.to(torch.bfloat16))
+    error_R = (exact_RD - x_RD).norm(dim=-1) / x_RD.norm(dim=-1)
+    assert 0.0015 < float(error_R.mean()) < 0.0025 and float(error_R.max()) < 0.003
+    largest_RB = x_RD.abs().view(50, -1, 32).amax(-1)
+    assert float(((exact_RD - x_RD).abs().view(50, -1, 32).amax(-1) / largest_RB).max()) <= 2**-9
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, 1e-30, 448.0, 449.0, 3e38, -3e38])
 def test_the_ends_of_the_range(value):
     x_TLD = torch.zeros(1, 1, D)
     x_TLD[0, 0, 3] = value
-    packed = pack(x_TLD, "fp8")
-    assert finite(packed)
-    expected = 0.0 if abs(value) < 1e-35 else value
-    torch.testing.assert_close(read_back(x_TLD)[0, 0, 3].float(), torch.tensor(expected), rtol=2**-4, atol=1e-40)
+    assert finite(pack_taps(x_TLD, "fp8"), "taps") and finite(pack_last(x_TLD[0], "fp8"), "last")
+    expected = torch.tensor(0.0 if abs(value) < 1e-35 else value)
+    torch.testing.assert_close(read_back(x_TLD)[0, 0, 3].float(), expected, rtol=2**-4, atol=1e-40)
+    torch.testing.assert_close(last_back(x_TLD[0])[0, 3].float(), expected, rtol=2**-7, atol=1e-30)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_are_not_hidden(bad, tmp_path):
     x_TLD = random_taps(5)
     x_TLD[2, 1, 3] = bad
-    assert not finite(pack(x_TLD, "fp8"))
     with StoreWriter(tmp_path, manifest("fp8")) as writer:
         assert not writer.add("a", *tokens(5), x_TLD, torch.zeros(5, D))
-    assert "NaN or Inf in taps" in (tmp_path / "quarantine.jsonl").read_text()
+        assert not writer.add("b", *tokens(5), torch.zeros(5, 3, D), x_TLD[:, 1])
+        assert writer.add("c", *tokens(5), torch.zeros(5, 3, D), torch.zeros(5, D))
+    first, second = (tmp_path / "quarantine.jsonl").read_text().splitlines()
+    assert "NaN or Inf in taps" in first and "NaN or Inf in last" in second
 
 
 def manifest(dtype):
@@ -92,7 +110,8 @@ def test_a_compact_store_reads_as_bfloat16_at_half_the_bytes(tmp_path):
     for i in range(12):
         mine, theirs = compact.get(i, (9, 2), stop=50), plain.get(i, (9, 2), stop=50)
         assert mine["taps"].dtype == torch.bfloat16 and torch.equal(mine["taps"], read_back(theirs["taps"]))
-        assert all(torch.equal(mine[key], theirs[key]) for key in ("token_ids", "loss_mask", "last"))  # last is kept whole
+        assert all(torch.equal(mine[key], theirs[key]) for key in ("token_ids", "loss_mask"))
+        assert mine["last"].dtype == torch.bfloat16 and torch.equal(mine["last"], last_back(theirs["last"]))
         assert torch.equal(compact.get(i, TAPS)["taps"], read_back(plain.get(i, TAPS)["taps"]))
     counts = compact.manifest["tokens"], compact.manifest["supervised_tokens"]
     sizes = {}
@@ -101,13 +120,16 @@ def test_a_compact_store_reads_as_bfloat16_at_half_the_bytes(tmp_path):
         planned = plan_bytes(*counts, len(TAPS), D, "supervised", name)
         assert planned <= sizes[name] <= 1.05 * planned  # shards of 500 tokens: their headers count here
     assert plan_bytes(1000, 0, 1, 4096, "none", "fp8") == 1000 * (5 + 4096 + 4)
+    for width in (576, 4096):  # EAGLE-3 at 70 % supervised, and at all
+        for counts in ((1000, 700, 3, width, "supervised"), (1000, 1000, 3, width, "supervised")):
+            assert plan_bytes(*counts, "fp8") < 0.54 * plan_bytes(*counts, "bfloat16")
 
 
 def test_a_plain_and_a_compact_capture_do_not_mix(tmp_path):
     for mine, other in (("fp8", "bfloat16"), ("bfloat16", "fp8")):
         write(tmp_path / mine, mine, n=1)
         refused(lambda m=mine, o=other: StoreWriter(tmp_path / m, manifest(o)), "dtype", repr(mine), repr(other), "data.store")
-    refused(lambda: kinds("fp4"), "data.states_dtype='fp4'", "fp8")
+    refused(lambda: read_dtype("fp4"), "data.states_dtype='fp4'", "fp8")
 
 
 def test_the_plain_layout_is_what_it_always_was(tmp_path):

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import refused
-from live import LONGEST, capture, config, make_answers, prefill, train
+from live import LONGEST, capture, config, prefill, train
 
 import data.batch
 import data.capture
 import data.engine
 from data.batch import Batches
-from data.builtin import build_tiny
 from data.engine_job import TORCHRUN
 from data.identity import identity
 from data.lock import held, hold
@@ -36,16 +35,6 @@ from train.config import ROOT, RunConfig, load
 
 STEPS = "train.steps=18"  # three epochs
 WINDOW = "data.window_gb=0.00055"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_answers(target, tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(scope="module")

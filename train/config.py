@@ -72,7 +72,7 @@ class DataConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_store_gb: float = 500.0
     window_gb: float | None = None  # of training states on disk at once: capture runs ahead of the training by no more; null: all
-    states_dtype: str = "bfloat16"  # on disk; float32; or fp8: taps in e4m3 with a scale per token and tap, last in bfloat16
+    states_dtype: str = "bfloat16"  # on disk; float32; or fp8: taps in e4m3, last in 10 bits, with scales
     batch_size: int = 128  # sequences in flight in the engine while responding
 
     @property

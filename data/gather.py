@@ -1,0 +1,43 @@
+"""From the stores of several engines to one: their shards stay where they are, and the manifest of the whole lists them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data.lock import turn
+from data.manifest import check_same_capture, is_whole, read_manifest
+from data.store import StoreWriter
+
+
+def part_stores(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob("part-*-of-*/manifest.json"))
+
+
+def gather(folder: Path, manifest: dict[str, Any], wanted: set[str]) -> set[str]:
+    """Lists in the store at `folder` what the stores `part-*-of-*` in it hold, which may go on growing meanwhile. It is finished where it
+    holds all that is wanted. Returns the ids that need no new capture. UserError: one of them is another capture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with turn(folder):
+        whole = StoreWriter(folder, manifest)
+        for part in part_stores(folder):
+            _adopt(whole, part)
+        if wanted <= whole.done:
+            whole.close()
+        return whole.done
+
+
+def _adopt(whole: StoreWriter, part: Path) -> None:
+    theirs, mine = read_manifest(part), whole.manifest
+    check_same_capture(part, theirs, whole.identity)
+    others = [shard for shard in mine["shards"] if not shard["file"].startswith(f"{part.name}/")]
+    mine["shards"] = others + [{**s, "file": f"{part.name}/{s['file']}"} for s in theirs["shards"] if is_whole(part, s)]
+    whole.done = {name for shard in mine["shards"] for name in shard["ids"]} | whole.quarantined
+    set_aside = part / "quarantine.jsonl"
+    lines = [json.loads(line) for line in set_aside.read_text(encoding="utf-8").split("\n")[:-1]] if set_aside.exists() else []
+    for line in lines:
+        if line["id"] not in whole.done:
+            whole.done.add(line["id"])
+            whole.set_aside(line["id"], line["reason"])
+    whole.write_manifest()
