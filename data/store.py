@@ -284,4 +284,4 @@ class Store(Sequences):
             last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=kinds(self.manifest["dtype"])[1])
             if n_rows:
                 last_TD[rows_T] = shard.file.get_slice("last")[a : a + n_rows]
-        return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD}
+        return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD, "kv": []}

@@ -109,9 +109,14 @@ def build_on_meta(cfg: RunConfig, spec: TargetSpec) -> DraftHead:
             head = heads.build(cfg.head, spec)
             for k in cfg.eval.ks:
                 head.serving(k)  # refuses what no engine could serve, before anything is made for it
-            return head
     except (ValueError, TypeError) as error:
         raise UserError(f"head: {error}") from error
+    if head.kv_layers and cfg.data.states != "online":
+        raise UserError(
+            f"data.states={cfg.data.states}: this head reads the target's keys and values, which no capture stores: it trains with "
+            "data.states=online alone, where each rank runs the target"
+        )
+    return head
 
 
 def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dict[str, int]:
@@ -143,8 +148,14 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
         "activations": round((rows / ranks + T - T / ranks) * blocks + outputs / ranks * 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
-        "hidden states of a batch": T * spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) * b,
+        "hidden states of a batch": T * (spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) + _kv_numbers(head)) * b,
     } | ({"target": target} if runs_target(cfg, head) else {})
+
+
+def _kv_numbers(head: DraftHead) -> int:
+    """Keys and values of a token that the head reads."""
+    kinds = (head.target.kinds or {}).values()
+    return sum(2 * kind["num_kv_heads"] * kind["head_dim"] for kind in kinds if kind["layer"] in head.kv_layers)
 
 
 def worked(head: DraftHead, tokens: int) -> tuple[float, float]:

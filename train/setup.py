@@ -60,7 +60,7 @@ def open_states(cfg: RunConfig, head: DraftHead, target_dir: Path) -> list[Seque
         say(f"data.states=online: {target_dir} in {cfg.target.dtype} on each rank; no states are stored")
         taps = tuple(sorted(set(head.taps)))
         forward = Forward(target_dir, taps, getattr(torch, cfg.target.dtype), dist.device(), cfg.target.trust_remote_code)
-    return [Answers(path, cfg.data.max_length, forward, head.needs_last, maker) for path in paths]
+    return [Answers(path, cfg.data.max_length, forward, head.needs_last, maker, head.kv_layers) for path in paths]
 
 
 def open_batches(cfg: RunConfig, head: DraftHead, store: Sequences) -> Batches:

@@ -1,0 +1,70 @@
+"""Gemma 4's drafter against vLLM's proposer and transformers' class, both loaded from the export, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_parity import check, probed, random_head
+from transformers import Gemma4AssistantForCausalLM
+
+from data.builtin import build_tiny_gemma4
+from data.forward import Forward
+from data.target import spec
+from eval.export import export_head
+from heads.base import Batch
+
+HEAD = {"_target_": "heads.gemma4_mtp.Gemma4MTP", "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
+BOTH = HEAD | {"layers": ["sliding_attention", "sliding_attention", "full_attention"]}
+FULL = HEAD | {"layers": ["full_attention"], "num_heads": 1}
+
+
+def keys_values(target: Path, head, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    _, last, kv = Forward(target, (), torch.float32, "cpu").states_and_kv(ids, head.kv_layers)
+    return last, kv
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parity")
+    return folder / "target", probed(folder, {"both": BOTH, "full": FULL}, build_target=build_tiny_gemma4)
+
+
+@pytest.mark.parametrize("name", ["both", "full"])
+def test_logits_and_drafts_equal_vllms(probe, name):
+    target, found = probe
+    tokens, head = found[0], found[3][name]
+    check(found, name, kv=keys_values(target, head, torch.tensor(tokens))[1])
+
+
+def test_logits_equal_those_of_transformers_class(tmp_path):
+    """Position and window are the engine's: transformers' generator asks from one position later, and its sliding layers would see one
+    position more than the window."""
+    target, t = build_tiny_gemma4(tmp_path / "target"), 25
+    window = spec(target).kinds["sliding_attention"]["window"]
+    head, parts = random_head(BOTH, target)
+    about = {"head_cfg": BOTH, "k": 3, "provenance": {"checkpoint": "step-000001"}}
+    out = export_head(head, parts, target, tmp_path / "out", dtype=torch.float32, **about)
+    assistant, loading = Gemma4AssistantForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    text = assistant.config.get_text_config()
+    for i, name in enumerate(text.layer_types):
+        kind = spec(target).kinds[name]
+        layer = text.per_layer_config[i]
+        assert (layer.head_dim, layer.num_key_value_heads) == (kind["head_dim"], kind["num_kv_heads"])
+    ids = torch.randint(3, 500, (30,), generator=torch.Generator().manual_seed(0))
+    last, kv = keys_values(target, head, ids)
+    drafts, log_q = head.propose(Batch(ids, torch.ones(30, dtype=torch.bool), torch.tensor([0, 30]), None, last, kv), 3)
+    first = {"full_attention": 0, "sliding_attention": t + 1 - window}
+    assert first["sliding_attention"] > 0
+    shared = {name: tuple(x[first[name] : t + 1, i].transpose(0, 1)[None] for i in (0, 1)) for name, x in zip(head.kinds, kv, strict=True)}
+    token, state = int(ids[t + 1]), last[t]
+    for k in range(3):
+        inputs = torch.cat([parts.embed_VD[token] * head.target.embed_scale, state])[None, None]
+        with torch.no_grad():
+            found = assistant.eval()(inputs_embeds=inputs, position_ids=torch.tensor([[t]]), shared_kv_states=shared)
+        best, token = found.logits[0, 0].log_softmax(-1).max(-1)
+        state, token = found.last_hidden_state[0, 0], int(token)
+        assert token == drafts[t, k]
+        torch.testing.assert_close(best, log_q[t, k], rtol=1e-4, atol=1e-5)
