@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import refused
+from safetensors.torch import load_file
 from test_parity import check, probed, random_head
-from transformers import Gemma4AssistantForCausalLM
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
 from data.builtin import build_tiny_gemma4
 from data.forward import Forward
+from data.sequences import Sequences
 from data.target import spec
 from eval.export import export_head
+from heads import build
 from heads.base import Batch
+from train import dist, setup
+from train.config import load
 
 HEAD = {"_target_": "heads.gemma4_mtp.Gemma4MTP", "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
 BOTH = HEAD | {"layers": ["sliding_attention", "sliding_attention", "full_attention"]}
@@ -68,3 +75,25 @@ def test_logits_equal_those_of_transformers_class(tmp_path):
         state, token = found.last_hidden_state[0, 0], int(token)
         assert token == drafts[t, k]
         torch.testing.assert_close(best, log_q[t, k], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_begins_with_a_drafter_that_transformers_saved(tmp_path):
+    """Its norms' constants too; one whose lm_head is split into clusters is refused."""
+    target = build_tiny_gemma4(tmp_path / "target")
+    words = ["conf=tiny_gemma4_mtp", f"target.model={target}", f"run_dir={tmp_path}/run", f"train.init={tmp_path}/published"]
+    cfg = load(words)
+    head, published = build(cfg.head, spec(target)), tmp_path / "published"
+    assistant = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**head.export().config)).float()
+    for i, layer in enumerate(assistant.model.layers):
+        layer.layer_scalar.fill_(0.5 + i)
+    assistant.save_pretrained(published)
+    dist.start(1)
+    answers = Sequences()  # what it would count a draft vocabulary in
+    setup.equip(cfg, head, target, answers)
+    stored = load_file(published / "model.safetensors")
+    assert len(stored) == len(head.state_dict())
+    assert all(torch.equal(head.state_dict()[ours], stored[theirs]) for ours, theirs in head.export().names.items())
+    assert float(head.layers[1].layer_scalar) == 1.5
+    text = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps(text | {"use_ordered_embeddings": True}))
+    refused(lambda: setup.equip(cfg, head, target, answers), "use_ordered_embeddings is True there and False in this head section")

@@ -139,9 +139,7 @@ def _weights(head: DraftHead, step: Path) -> dict[str, torch.Tensor]:
 def _published(head: DraftHead, folder: Path) -> dict[str, torch.Tensor]:
     """The state_dict of a head in the engine's layout, be it an export or somebody else's. UserError: it is not this head."""
     if head.draft_vocab_size is not None:
-        raise UserError(
-            f"train.init={folder}: a published head gives no draft vocabulary; name a run, or set head.draft_vocab_size=null"
-        )
+        raise UserError(f"train.init={folder}: a published head gives no draft vocabulary; name a run, or set head.draft_vocab_size=null")
     export, said = head.export(), read_object(folder / "config.json", "it must be a head as the engine loads it")
     stored, names = load_file(folder / PUBLISHED), export.names
     faults = [f"{key} is {theirs} there and {ours} in this head section" for key, ours, theirs in _differences(export.config, said)]
