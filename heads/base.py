@@ -28,9 +28,9 @@ class Batch:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """The same batch on `device`, states cast to `dtype`; offsets stay on the CPU."""
         cast: dict[str, Any] = {"device": device, "dtype": dtype, "non_blocking": True}
-        states = (None if x is None else x.to(**cast) for x in (self.taps_TLD, self.last_TD))
+        taps, last = (None if x is None else x.to(**cast) for x in (self.taps_TLD, self.last_TD))
         kv = [x.to(**cast) for x in self.kv]
-        return Batch(self.token_ids_T.to(device), self.loss_mask_T.to(device), self.offsets_S1, *states, kv)
+        return Batch(self.token_ids_T.to(device), self.loss_mask_T.to(device), self.offsets_S1, taps, last, kv)
 
 
 @dataclass

@@ -70,6 +70,8 @@ class GeGLU(MLP):
 class QueryLayer(nn.Module):
     """Norms before and after attention and MLP. layer_scalar: a constant of published drafters, which is not trained."""
 
+    layer_scalar: Tensor
+
     def __init__(self, spec: TargetSpec, window: int | None) -> None:
         super().__init__()
         size, eps = spec.hidden_size, spec.rms_norm_eps

@@ -32,17 +32,11 @@ def keys_values(target: Path, head, ids: torch.Tensor) -> tuple[torch.Tensor, li
     return last, kv
 
 
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parity")
-    return folder / "target", probed(folder, {"both": BOTH, "full": FULL}, build_target=build_tiny_gemma4)
-
-
-@pytest.mark.parametrize("name", ["both", "full"])
-def test_logits_and_drafts_equal_vllms(probe, name):
-    target, found = probe
-    tokens, head = found[0], found[3][name]
-    check(found, name, kv=keys_values(target, head, torch.tensor(tokens))[1])
+@pytest.mark.parametrize("conf", [BOTH, pytest.param(FULL, marks=pytest.mark.slow)], ids=["both", "full"])
+def test_logits_and_drafts_equal_vllms(tmp_path, conf):
+    found = probed(tmp_path, {"head": conf}, build_target=build_tiny_gemma4)
+    tokens, head = found[0], found[3]["head"]
+    check(found, "head", kv=keys_values(tmp_path / "target", head, torch.tensor(tokens))[1])
 
 
 def test_logits_equal_those_of_transformers_class(tmp_path):
