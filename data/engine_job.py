@@ -73,7 +73,9 @@ def cache_plan(target: TargetSpec, llm: dict[str, Any], *, tokens: int, layers: 
     """
     itemsize = getattr(torch, llm["dtype"]).itemsize
     block = 16 if torch.cuda.is_available() else 128
-    page = block * 2 * math.ceil(target.num_kv_heads / llm["tensor_parallel_size"]) * target.head_dim * itemsize
+    shapes = [(target.num_kv_heads, target.head_dim)] + [(x["num_kv_heads"], x["head_dim"]) for x in (target.kinds or {}).values()]
+    # where layers differ, smaller ones get larger blocks until all pages are of one size
+    page = block * 2 * max(math.ceil(heads / llm["tensor_parallel_size"]) * size for heads, size in shapes) * itemsize
     state_block = 0
     if state := hidden_states * target.hidden_size * itemsize:
         scale = math.ceil(state / page)  # vLLM widens its blocks until one token's states fit a page

@@ -3,7 +3,7 @@
 A sequence by itself, because then its states depend on nothing but its tokens: not on the batch it is read for, nor on the number of
 ranks. From some 200 tokens on a GPU is busy with products rather than with reading weights, so little is lost by it.
 
-Shape suffixes: T tokens of one sequence, L taps, D hidden.
+Shape suffixes: T tokens of one sequence, L taps, D hidden, M key/value heads, H head size.
 """
 
 from __future__ import annotations
@@ -68,6 +68,13 @@ class Forward:
             streams = [] if exit_layer is not None else [self._streams[tap].view_as(last_TD) for tap in wanted]
             self._streams.clear()
         return torch.stack(streams, 1) if streams else last_TD.new_empty(len(last_TD), 0, last_TD.shape[1]), last_TD
+
+    def states_and_kv(self, token_ids_T: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """`states`, and of each of `layers` (from 0; they make keys and values of their own) [T, 2, M, H] as its attention reads them."""
+        cache = self.empty_cache()
+        streams_TLD, last_TD = self.states(token_ids_T, past_key_values=cache, use_cache=True)
+        kept = [(cache.layers[layer].keys[0], cache.layers[layer].values[0]) for layer in layers]  # each [M, T, H]
+        return streams_TLD, last_TD, [torch.stack(pair).permute(2, 0, 1, 3) for pair in kept]
 
     @staticmethod
     def empty_cache() -> Any:

@@ -23,11 +23,13 @@ class Answers(Sequences):
     """The answers in a file, in its order, cut to max_length tokens; those without a supervised token within are left out, as capture does.
 
     forward: works out the states, whose taps it was made with; None where no state is read. last: the policy of a store ("none",
-    "supervised" or "all"). maker: what data.identity says of the target. UserError: no answer is left.
+    "supervised" or "all"). maker: what data.identity says of the target. kv_layers: see heads.base.DraftHead. UserError: no answer is left.
     """
 
-    def __init__(self, path: Path, max_length: int, forward: Forward | None, last: str, maker: dict[str, Any]) -> None:
-        self.folder, self.forward, self.last = path, forward, last
+    def __init__(
+        self, path: Path, max_length: int, forward: Forward | None, last: str, maker: dict[str, Any], kv_layers: tuple[int, ...] = ()
+    ) -> None:
+        self.folder, self.forward, self.last, self.kv_layers = path, forward, last, kv_layers
         kept = cut_answers(read_answers(path)[0], max_length, path)
         self.ids = [s["id"] for s in kept]
         self._tokens = [np.array(s["token_ids"], dtype=np.int32) for s in kept]
@@ -45,19 +47,24 @@ class Answers(Sequences):
     def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
         """As Store.get, on the CPU, in the target's dtype. UserError: a state that is NaN or Inf."""
         ids_T, mask_T = self.tokens(i, stop)
-        found: dict[str, Any] = {"token_ids": ids_T, "loss_mask": mask_T, "taps": None, "last": None}
+        found: dict[str, Any] = {"token_ids": ids_T, "loss_mask": mask_T, "taps": None, "last": None, "kv": []}
         if self.forward is None:
-            assert not taps and self.last == "none", "no states without the target"
+            assert not taps and self.last == "none" and not self.kv_layers, "no states without the target"
             return found
         columns = [self.forward.taps.index(tap) for tap in taps]
-        streams_TLD, last_TD = self.forward.states(ids_T)
+        if self.kv_layers:
+            streams_TLD, last_TD, kv = self.forward.states_and_kv(ids_T, self.kv_layers)
+            found["kv"] = [x.cpu() for x in kv]
+        else:
+            streams_TLD, last_TD = self.forward.states(ids_T)
         if columns:
             found["taps"] = streams_TLD[:, columns].cpu()
         if with_last and self.last != "none":
             found["last"] = last_TD.cpu()
             if self.last == "supervised":  # zero rows as in a store that holds no others
                 found["last"][~label_rows(self.tokens(i)[1])[: len(ids_T)]] = 0
-        for key in ("taps", "last"):
-            if found[key] is not None and not found[key].isfinite().all():
+        for key in ("taps", "last", "kv"):
+            parts = found["kv"] if key == "kv" else [found[key]]
+            if not all(x is None or x.isfinite().all() for x in parts):
                 raise UserError(f"{self.folder}: NaN or Inf in {key} of {self.ids[i]}: delete its line, or set target.dtype=float32")
         return found

@@ -29,7 +29,8 @@ class Sequences:
         raise NotImplementedError
 
     def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
-        """Sequence i with its states, as Store.get says. micro: the micro-batch that it is read for, for which `ready` was asked."""
+        """Sequence i with its states, as Store.get says, and `kv` (see heads.base.Batch; empty where none is worked out). micro: the
+        micro-batch that it is read for, for which `ready` was asked."""
         raise NotImplementedError
 
     def ready(self, reads: list[tuple[int, int]]) -> bool:

@@ -287,4 +287,4 @@ class Store(Sequences):
             last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=read_dtype(dtype))
             if n_rows:
                 last_TD[rows_T] = unpack_last([shard.file.get_slice(key)[a : a + n_rows] for key in parts("last", dtype)], dtype)
-        return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD}
+        return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD, "kv": []}

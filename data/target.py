@@ -30,6 +30,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 SAMPLES, SAMPLE_BYTES = 16, 65536  # per weight file, for the fingerprint
 
 # Keys by which Gemma 2, Granite, Cohere and MiniCPM scale or cap embeddings and logits, and families with norms of another formula.
+# Gemma 4 (`_gemma4`) has the plain norm again, and a head may know of its scale and cap.
 SCALED = "final_logit_softcapping logits_scaling logit_scale embedding_multiplier scale_emb dim_model_base".split()
 OTHER_NORM = ("gemma", "recurrent_gemma", "qwen3_next", "qwen3_5")
 EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
@@ -136,6 +137,8 @@ def _check_supported(config: dict[str, Any], path: Path) -> None:
     """Refuses what would be wrong without a word: heads take embedding rows, RMSNorm(x) * weight and h @ lm_head as they are."""
     odd = [key for key in SCALED if config.get(key) not in (None, 1, 1.0)]
     kind = str(config.get("model_type"))
+    if kind == "gemma4_text":
+        return
     if kind.startswith(OTHER_NORM):
         odd.append(f"model_type {kind} (its norms multiply by 1 + weight)")
     if odd:
@@ -187,8 +190,32 @@ def spec(folder: Path) -> TargetSpec:
         architecture=str((whole.get("architectures") or config.get("architectures") or ["unknown"])[0]),
         # Model families disagree on the default of this key, so where config.json omits it the weights decide.
         tied_embeddings=bool(tied) if tied is not None else not any(LM_HEAD.search(name) for name in _tensor_files(folder)),
+        **(_gemma4(folder) if config.get("model_type") == "gemma4_text" else {}),
     )
     return _sound(found, str(folder / "config.json"))
+
+
+def _gemma4(folder: Path) -> dict[str, Any]:
+    """What a TargetSpec says of a Gemma 4 beyond its dimensions. Read through its config class, which knows every form of them: sizes of
+    full attention come as `global_head_dim` or layer by layer. UserError: a config that the class refuses."""
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'}: {str(error).strip().splitlines()[0]}: download the target again") from error
+    kinds, own = {}, config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    for layer, kind in enumerate(own):  # the last of each kind stays
+        theta, scaling = _rope({"rope_parameters": dict(config.rope_parameters[kind])})
+        kinds[kind] = {
+            "layer": layer,
+            "num_kv_heads": config.per_layer_config[layer].num_key_value_heads,
+            "head_dim": config.per_layer_config[layer].head_dim,
+            "window": config.sliding_window if kind == "sliding_attention" else None,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+        }
+    return {"embed_scale": config.hidden_size**0.5, "logit_softcap": config.final_logit_softcapping, "kinds": kinds}
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -25,8 +25,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def target(name: str) -> TargetSpec:
-    """The dimensions of conf/target/<name>.yaml, as of a target that ships a module of its own, which one of the heads asks for."""
-    return replace(TargetSpec(**read(CONF / "target" / f"{name}.yaml")["spec"]), architecture="MiMoForCausalLM")
+    """The dimensions of conf/target/<name>.yaml, as of a target that ships a module of its own, which one of the heads asks for, and whose
+    keys and values another reads: in the shapes of Gemma 4."""
+    plain = {"layer": 0, "num_kv_heads": 1, "rope_theta": 1e4, "rope_scaling": None}
+    kinds = {"sliding_attention": plain | {"head_dim": 256, "window": 512}, "full_attention": plain | {"head_dim": 512, "window": None}}
+    return replace(TargetSpec(**read(CONF / "target" / f"{name}.yaml")["spec"]), architecture="MiMoForCausalLM", kinds=kinds)
 
 
 def on_meta(conf: dict[str, Any], spec: TargetSpec) -> DraftHead:
@@ -45,7 +48,9 @@ def on_meta(conf: dict[str, Any], spec: TargetSpec) -> DraftHead:
 def reads(head: DraftHead) -> str:
     """Of the target, beside the tokens."""
     parts = [f"{len(head.taps)} tap{'s' if len(head.taps) > 1 else ''}"] if head.taps else []
-    return " and ".join([*parts, *(["the last state"] if head.needs_last == "all" else [])]) or "tokens alone"
+    parts += ["the last state"] if head.needs_last == "all" else []
+    parts += [f"keys and values of {len(head.kv_layers)} layers"] if head.kv_layers else []
+    return " and ".join(parts) or "tokens alone"
 
 
 def method(head: DraftHead) -> str:

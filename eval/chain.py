@@ -22,8 +22,11 @@ from torch import Tensor
 
 from data.engine import capture, engine_identity
 from data.errors import UserError
+from data.forward import Forward
 from data.identity import identity
+from data.online import Answers
 from data.prompts import read_jsonl_tolerant
+from data.sequences import Sequences
 from data.store import Store
 from eval.accept import Counts, figures, greedy_accepted
 from heads.base import Batch, DraftHead
@@ -62,7 +65,7 @@ def unjudged(accepted: list[int], k: int, start: int, known: int) -> int:
 
 @torch.no_grad()
 def offline(
-    head: DraftHead, store: Store, answers: list[dict[str, Any]], k: int, device: torch.device, dtype: torch.dtype
+    head: DraftHead, store: Sequences, answers: list[dict[str, Any]], k: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Pooled figures of the head over the answers (response records, `tail_ids` where the continuation is known), from stored
     states.
@@ -83,13 +86,23 @@ def offline(
         assert stored == tokens[: len(stored)], answer["id"]
         end = min(start + len(answer["response_ids"]), len(stored))
         offsets_S1 = torch.tensor([0, len(stored)])
-        batch = Batch(item["token_ids"].long(), item["loss_mask"], offsets_S1, item["taps"], item["last"]).to(device, dtype)
+        batch = Batch(item["token_ids"].long(), item["loss_mask"], offsets_S1, item["taps"], item["last"], item["kv"]).to(device, dtype)
         drafts_Tk, _ = head.propose(batch, k)
         accepted = chain(drafts_Tk, tokens, start, end)
         per_position = [sum(a > i for a in accepted) for i in range(k)]
         counts.add(end - start, len(accepted), k * len(accepted), per_position)
         unknown += unjudged(accepted, k, start, len(tokens))
     return {"answers": len(answers), "unjudged_drafts": unknown, **figures(counts)}
+
+
+def answer_states(cfg: RunConfig, target_dir: Path, head: DraftHead, answers_path: Path, states_dir: Path) -> Sequences:
+    """States of the answers (JSONL of response records) as `head` reads them, in the dtype of evaluation: captured in `states_dir`, or,
+    of a head that reads keys and values, worked out by transformers when they are asked for."""
+    if not head.kv_layers:
+        return capture_answers(cfg, target_dir, head, answers_path, states_dir)
+    dtype, device = getattr(torch, cfg.eval.dtype or cfg.target.dtype), next(head.parameters()).device
+    forward = Forward(target_dir, sorted(set(head.taps)), dtype, device, cfg.target.trust_remote_code)
+    return Answers(answers_path, cfg.target.max_model_len, forward, "all", identity(target_dir, cfg.target), head.kv_layers)
 
 
 def capture_answers(cfg: RunConfig, target_dir: Path, head: DraftHead, answers_path: Path, states_dir: Path) -> Store:
@@ -121,7 +134,7 @@ def offline_report(cfg: RunConfig, head: DraftHead, target_dir: Path, answers_pa
     small."""
     states_dir = answers_path.parent / "states"
     try:
-        store = capture_answers(cfg, target_dir, head, answers_path, states_dir)
+        store = answer_states(cfg, target_dir, head, answers_path, states_dir)
         parameter = next(head.parameters())
         answers, _ = read_jsonl_tolerant(answers_path)
         return {

@@ -130,7 +130,7 @@ def compare(
 ) -> dict[str, Any]:
     """The report of eval/trees.json. head: with weights and frozen parts, float32, on `device`. training: prompts whose answers shape the
     static trees. UserError: a head that has no steps, or no prompts."""
-    if not isinstance(head, RecurrentHead | LastStateHead):
+    if not isinstance(head, RecurrentHead | LastStateHead) or head.kv_layers:
         raise UserError(
             f"head: {cfg.head['_target_']} does not draft step by step from the target's states, so it grows no trees here; "
             "choose a conf with one of the heads that docs/evaluation.md lists under Trees"

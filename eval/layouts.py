@@ -1,7 +1,7 @@
 """What vLLM's (0.32) draft classes read: the config keys that must not be left to a default, and every tensor with its shape.
 
-One function per (method, architecture). Sources: model_executor/models/{llama_eagle3,mimo_mtp,llama_eagle,llama,medusa,
-qwen3_dflash,qwen3_dspark}.py, and eval/vllm_plugin for the architectures that vLLM itself does not have.
+One function per (method, architecture), here and in eval/query_layout.py. Sources: model_executor/models/{llama_eagle3,mimo_mtp,
+llama_eagle,llama,medusa,qwen3_dflash,qwen3_dspark}.py, and eval/vllm_plugin for the architectures that vLLM itself does not have.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from eval.query_layout import check_query_config, query_layers
 from heads.base import TargetSpec
 
 Shapes = dict[str, tuple[int, ...]]
@@ -39,6 +40,8 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
         return _check_plugin(config, PLUGIN_KEYS[architecture], serving, target)
     if architecture == "MedusaModel":
         return _check_medusa(config, serving, target)
+    if "text_config" in config:
+        return check_query_config(config, target)
     eagle3, blocks = serving["method"] == "eagle3", serving["method"] in ("dflash", "dspark")
     keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else []), *(BLOCK_KEYS if blocks else [])]
     keys += MARKOV_KEYS if "DSpark" in architecture else []
@@ -278,6 +281,7 @@ def dspark(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
 LAYOUTS: dict[tuple[str, str], Layout] = {
     ("eagle3", "LlamaForCausalLMEagle3"): eagle3,
     ("mtp", "MiMoForCausalLM"): mimo_mtp,
+    ("mtp", "Gemma4AssistantForCausalLM"): query_layers,
     ("eagle", "LlamaForCausalLM"): eagle,
     ("draft_model", "LlamaForCausalLM"): llama,
     ("medusa", "MedusaModel"): medusa,

@@ -34,6 +34,11 @@ def build(head: dict[str, Any], target: TargetSpec) -> DraftHead:
         if key in hints and not _fits(value, hints[key]):
             kind = hints[key].__name__ if isinstance(hints[key], type) and not get_args(hints[key]) else hints[key]
             raise ValueError(f"head.{key}={value}: must be {kind}")
+    if (target.embed_scale, target.logit_softcap) != (1.0, None) and not cls.scaled:
+        raise ValueError(
+            f"{path} reads embedding and lm_head unscaled, and this target ({target.architecture}) scales its embedding by "
+            f"{target.embed_scale:g} and caps its logits at {target.logit_softcap}: choose a head made for this family"
+        )
     return cls(target=target, **arguments)
 
 

@@ -11,33 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class TargetSpec:
-    """The dimensions of a frozen target, as its config.json states them. Holds no weights."""
-
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_positions: int
-    rope_scaling: dict[str, Any] | None = None
-    architecture: str = "LlamaForCausalLM"
-    tied_embeddings: bool = False
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """The target's own parameters that a head reads and never trains: input embedding and output projection (one tensor where they
-    are tied). A plain attribute of the head, so that no optimizer, checkpoint, ZeRO partition or dtype cast ever sees them."""
-
-    embed_VD: Tensor
-    lm_head_VD: Tensor
+from heads.target import Frozen, TargetSpec
 
 
 @dataclass
@@ -49,11 +23,13 @@ class Batch:
     offsets_S1: Tensor  # int64, on the CPU: document s spans [offsets[s], offsets[s+1])
     taps_TLD: Tensor | None = None  # residual streams, in the head's tap order
     last_TD: Tensor | None = None  # after the target's final norm; zero rows where the store holds none
+    kv: list[Tensor] = field(default_factory=list)  # of the head's kv_layers, in their order: keys and values [T, 2, M, H]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """The same batch on `device`, states cast to `dtype` there; offsets stay on the CPU."""
-        moved = {name: x.to(device, non_blocking=True) for name, x in vars(self).items() if x is not None and name != "offsets_S1"}
-        return Batch(**vars(self) | {name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()})
+        moved = {name: x.to(device, non_blocking=True) for name, x in vars(self).items() if isinstance(x, Tensor) and name != "offsets_S1"}
+        moved = {name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()}
+        return Batch(**vars(self) | moved | {"kv": [x.to(device, non_blocking=True).to(dtype) for x in self.kv]})
 
 
 @dataclass
@@ -78,6 +54,8 @@ class DraftHead(nn.Module):
 
     taps: tuple[int, ...] = ()  # layers applied: 0 = embeddings, L = after the last layer, before the final norm
     needs_last: Literal["none", "supervised", "all"] = "none"  # where the post-final-norm state is read
+    kv_layers: tuple[int, ...] = ()  # target layers, from 0, whose keys and values are read as its attention reads them: normed, rotated
+    scaled: bool = False  # knows of embed_scale and logit_softcap; others are not built for a target that has them
     depths: int
     depth_weights: tuple[float, ...]  # weight of each depth's mean loss
     contiguous: bool = False  # a depth of an anchor counts only where the tokens of all depths before it are supervised too

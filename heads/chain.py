@@ -125,7 +125,8 @@ class ChainHead(DraftHead):
         total, loss_K = torch.zeros((), device=weight_K.device), torch.zeros(self.depths, device=weight_K.device)
         for depths, part in self._by_lm_head(labels):
             x, heads = [x_KRD[k] for k in depths], (self.head_rows(depths[0]), self.teacher_UD)
-            part_total, loss_K[depths] = fused_loss(x, *heads, last_TD, part, weight_K[depths], self.mixture, self.loss_chunk)
+            about = {"loss": self.mixture, "chunk": self.loss_chunk, "softcap": self.target.logit_softcap}
+            part_total, loss_K[depths] = fused_loss(x, *heads, last_TD, part, weight_K[depths], **about)
             total = total + part_total
         more_K = self.more_loss(x_KRD, batch, labels)
         if more_K is not None:

@@ -89,7 +89,7 @@ class Eagle3(RecurrentHead):
         self.rest = nn.ModuleList(Block(target) for _ in range(num_layers - 1))
         self.norm = RMSNorm(size, eps)
 
-    def caches(self) -> list[KeyValues]:
+    def caches(self, batch: Batch) -> list[KeyValues]:
         return [KeyValues() for _ in range(1 + len(self.rest))]
 
     def first_state(self, batch: Batch) -> Tensor:

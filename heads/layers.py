@@ -60,9 +60,12 @@ def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     # The same operations in the same order as transformers and vLLM: float32 rounding of the angles then agrees too.
     inv_freq = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
     kind, scale = s.get("rope_type", s.get("type", "default")), 1.0
-    if s.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rotary embedding of a part of each head (partial_rotary_factor={s['partial_rotary_factor']}) is not supported")
-    if kind == "linear":
+    part = s.get("partial_rotary_factor", 1.0)
+    if kind == "proportional":  # Gemma 4: the first frequencies turn, the others stand still
+        inv_freq = inv_freq * (torch.arange(size // 2, device=positions.device) < int(part * size // 2))
+    elif part != 1.0:
+        raise ValueError(f"rotary embedding of a part of each head (partial_rotary_factor={part}) is not supported")
+    elif kind == "linear":
         inv_freq = inv_freq / s["factor"]
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, s)
@@ -82,9 +85,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one draft layer over all depths: causal over depth 0, own chain beyond it."""
+    """Grouped-query attention of one draft layer over all depths: causal over depth 0, own chain beyond it. own_kv: makes keys and
+    values, which a subclass may find elsewhere."""
 
-    def __init__(self, spec: TargetSpec, input_size: int, qkv_bias: bool = False) -> None:
+    def __init__(self, spec: TargetSpec, input_size: int, qkv_bias: bool = False, own_kv: bool = True) -> None:
         super().__init__()
         try:
             rope_tables(spec, torch.zeros(1))  # here rather than in the first step: what the target asks for must be known
@@ -92,8 +96,9 @@ class Attention(nn.Module):
             raise ValueError(f"rope scaling {spec.rope_scaling} of the target is not complete: {error}") from None
         self.spec = spec
         self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
+        if own_kv:
+            self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
+            self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor, docs: Documents, cache: KeyValues, rows: Rows) -> Tensor:

@@ -48,7 +48,8 @@ def _wide(x: Tensor) -> Tensor:
 class _Scratch:
     """What one call of the loss needs for a chunk, allocated once: fresh memory of this size costs as much as a pass over it."""
 
-    def __init__(self, rows: int, head_UD: Tensor, with_teacher: bool) -> None:
+    def __init__(self, rows: int, head_UD: Tensor, with_teacher: bool, softcap: float | None) -> None:
+        self.softcap = softcap
         size, wide = len(head_UD), torch.promote_types(head_UD.dtype, torch.float32)
         self.step = min(rows, SLICE if head_UD.device.type == "cpu" else max(1, SLICE_BYTES // (size * wide.itemsize)))
         self.logits_LU = head_UD.new_empty(rows, size)
@@ -58,6 +59,8 @@ class _Scratch:
     def teacher(self, last_LD: Tensor, teacher_UD: Tensor) -> tuple[Tensor, Tensor]:
         """The target's probabilities [L, U] and sum p log p [L]. The first stay until the next call."""
         logits_LU = torch.mm(last_LD, teacher_UD.T, out=self.logits_LU[: len(last_LD)])
+        if self.softcap is not None:
+            logits_LU.div_(self.softcap).tanh_().mul_(self.softcap)
         negentropy_L = self.p_LU.new_empty(len(last_LD))
         for part in self._parts(len(last_LD)):
             z, p = _wide(logits_LU[part]), self.p_LU[part]
@@ -110,14 +113,14 @@ class _FusedLoss(torch.autograd.Function):
     tensors: the weights of the products that the logits are the sum of, the lm_head's first, then the rows of each, depth by depth."""
 
     @staticmethod
-    def forward(ctx, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, accepted_KR, *tensors):  # type: ignore[override]
+    def forward(ctx, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, softcap, accepted_KR, *tensors):  # type: ignore[override]
         count = len(tensors) // (len(weight_K) + 1)  # of products
         weights, rows_KR = tensors[:count], [tensors[i : i + count] for i in range(count, len(tensors), count)]
         loss_K = torch.zeros(len(rows_KR), dtype=torch.float32, device=weights[0].device)
-        needed = ctx.needs_input_grad[7:]
+        needed = ctx.needs_input_grad[8:]
         grads = [torch.zeros_like(w, dtype=torch.float32) if need else None for w, need in zip(weights, needed, strict=False)]
         grads += [torch.zeros_like(x) if need else None for x, need in zip(tensors[count:], needed[count:], strict=True)]
-        scratch = _Scratch(min(chunk, len(labels.position_L)), weights[0], with_teacher=last_TD is not None)
+        scratch = _Scratch(min(chunk, len(labels.position_L)), weights[0], last_TD is not None, softcap)
         for i, pieces in zip(range(0, len(labels.position_L), chunk), _pieces(labels.row_KL, chunk), strict=False):
             here = slice(i, i + chunk)
             teacher = None if last_TD is None else scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
@@ -144,7 +147,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor, _):  # type: ignore[override]
         saved = [(x.float() * grad_total).to(ctx.dtype) for x in ctx.saved_tensors]
-        return *[None] * 7, *(saved.pop(0) if there else None for there in ctx.there)
+        return *[None] * 8, *(saved.pop(0) if there else None for there in ctx.there)
 
 
 Gradients = list[Tensor | None]
@@ -178,6 +181,7 @@ def fused_loss(  # noqa: PLR0913
     chunk: int,
     term: LowRank | None = None,
     accepted_KR: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixture `loss` of heads.objectives, summed over rows; target and head both over the draft vocabulary.
 
@@ -185,15 +189,15 @@ def fused_loss(  # noqa: PLR0913
     teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states;
     None where the loss does not read the target. The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. term:
     added to the logits. accepted_KR [K, R], where given, receives the chance sum min(p, q) that a draft sampled from a row is accepted,
-    for rows that have a label. Returns the sum over depths of weight_K times the sums, which carries the gradient, and the sums,
-    float32 [K], which do not.
+    for rows that have a label. softcap: of the target's logits. Returns the sum over depths of weight_K times the sums, which carries
+    the gradient, and the sums, float32 [K], which do not.
     """
     assert last_TD is not None or not (reads_target(loss) or accepted_KR is not None)
     if term is None:
         tensors = [head_UD, *x_KRD]
     else:
         tensors = [head_UD, term.weight_UE, *(x for pair in zip(x_KRD, term.rows_KRE, strict=True) for x in pair)]
-    return _FusedLoss.apply(teacher_UD, last_TD, labels, weight_K, loss, chunk, accepted_KR, *tensors)
+    return _FusedLoss.apply(teacher_UD, last_TD, labels, weight_K, loss, chunk, softcap, accepted_KR, *tensors)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class MTP(RecurrentHead):
         self.block = Block(target, input_norm=norms, qkv_bias=self.qkv_bias)
         self.final_layernorm = RMSNorm(size, eps) if norms else None
 
-    def caches(self) -> list[KeyValues]:
+    def caches(self, batch: Batch) -> list[KeyValues]:
         return [KeyValues()]
 
     def first_state(self, batch: Batch) -> Tensor:

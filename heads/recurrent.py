@@ -32,12 +32,12 @@ class RecurrentHead(ChainHead):
         raise NotImplementedError
 
     def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
-        """One depth. state, embed: [T, D] at depth 0 (empty caches), then [R, D] at the needed rows of `docs`. Returns (input of
+        """One depth. state, embed: [T, D] at depth 0, then [R, D] at the needed rows of `docs`. Returns (input of
         lm_head [R, D], state for the next depth [R, D])."""
         raise NotImplementedError
 
-    def caches(self) -> list[KeyValues]:
-        """Empty key/value caches, one per attention layer."""
+    def caches(self, batch: Batch) -> list[KeyValues]:
+        """Key/value caches, one per attention layer: empty, or of what the target made."""
         raise NotImplementedError
 
     def depth(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class RecurrentHead(ChainHead):
     def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
         docs.need(labels.row_KL)
         labels.row_KL = docs.needed.place(labels.row_KL)
-        state, caches, x_KRD = self.first_state(batch), self.caches(), []
+        state, caches, x_KRD = self.first_state(batch), self.caches(batch), []
         for k in range(self.depths):
             index_T, _ = docs.shifted(1 + k)
             index = index_T if k == 0 else docs.needed.of(index_T)
@@ -72,7 +72,7 @@ class RecurrentHead(ChainHead):
     def propose(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         index, _ = docs.shifted(1)
-        tokens_T, state, caches = batch.token_ids_T[index], self.first_state(batch), self.caches()
+        tokens_T, state, caches = batch.token_ids_T[index], self.first_state(batch), self.caches(batch)
         drafts, log_q = [], []
         for i in range(k):
             x_TD, state = self.step(state, self.frozen.embed_VD[tokens_T], docs, caches)
@@ -87,7 +87,7 @@ class RecurrentHead(ChainHead):
         docs, row = Documents(batch.offsets_S1, batch.token_ids_T.device), len(batch.token_ids_T) - 2
         docs.repeat(row, 1)
         index_T, _ = docs.shifted(1)
-        tokens, state, caches, k = batch.token_ids_T[index_T], self.first_state(batch), self.caches(), 0
+        tokens, state, caches, k = batch.token_ids_T[index_T], self.first_state(batch), self.caches(batch), 0
         while True:
             x_RD, state = self.step(state, self.frozen.embed_VD[tokens], docs, caches)
             parent_R, tokens = yield self.log_q(x_RD, k)

@@ -29,6 +29,24 @@ SPEC = TargetSpec(
     rope_theta=10000.0,
     max_positions=512,
     architecture="MiMoForCausalLM",  # a family that ships a module of its own, which heads may ask for
+    kinds={  # and keys and values that heads may read
+        "sliding_attention": {
+            "layer": 1,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "window": 4,
+            "rope_theta": 1000.0,
+            "rope_scaling": None,
+        },
+        "full_attention": {
+            "layer": 0,
+            "num_kv_heads": 2,
+            "head_dim": 24,
+            "window": None,
+            "rope_theta": 50000.0,
+            "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        },
+    },
 )
 
 
@@ -77,7 +95,8 @@ def head_confs(small: bool = True) -> dict[str, dict[str, Any]]:
         if "mask_token_id" in conf:
             conf["mask_token_id"] = 7
         if small and "hidden_size" in conf:
-            conf |= {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48}
+            sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48}
+            conf |= {key: size for key, size in sizes.items() if key in conf}
     return confs
 
 
@@ -103,7 +122,10 @@ def batch_of(head: DraftHead, lengths: tuple[int, ...] = (9, 14, 6), dtype: torc
     taps = torch.randn(total, len(head.taps), size, dtype=dtype) if head.taps else None
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     tokens, last = torch.randint(0, SPEC.vocab_size, (total,)), torch.randn(total, size, dtype=dtype)
-    return Batch(tokens, mask, offsets, taps, None if head.needs_last == "none" else last)
+    kinds = {kind["layer"]: kind for kind in (SPEC.kinds or {}).values()}
+    shapes = [(total, 2, kinds[layer]["num_kv_heads"], kinds[layer]["head_dim"]) for layer in head.kv_layers]
+    kv = [torch.randn(shape, dtype=dtype) / 4 for shape in shapes]  # normed keys are as small; larger ones make attention a choice
+    return Batch(tokens, mask, offsets, taps, None if head.needs_last == "none" else last, kv)
 
 
 def document(batch: Batch, i: int) -> Batch:
@@ -111,7 +133,8 @@ def document(batch: Batch, i: int) -> Batch:
     a, b = batch.offsets_S1[i : i + 2].tolist()
     part = slice(a, b)
     states = (None if x is None else x[part] for x in (batch.taps_TLD, batch.last_TD))
-    return Batch(batch.token_ids_T[part], batch.loss_mask_T[part], torch.tensor([0, b - a]), *states)
+    kv = [x[part] for x in batch.kv]
+    return Batch(batch.token_ids_T[part], batch.loss_mask_T[part], torch.tensor([0, b - a]), *states, kv)
 
 
 @pytest.fixture(params=sorted(head_confs()))

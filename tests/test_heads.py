@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -20,7 +21,7 @@ def head(conf) -> DraftHead:
 
 
 def copied(batch: Batch) -> Batch:
-    return dataclasses.replace(batch, **{name: value.clone() for name, value in vars(batch).items() if value is not None})
+    return copy.deepcopy(batch)
 
 
 def mean_loss(head: DraftHead, batch: Batch) -> torch.Tensor:
@@ -85,11 +86,15 @@ def pack_share(batch: Batch, place: int, share: int) -> Batch:
     names = {"token_ids": "token_ids_T", "loss_mask": "loss_mask_T", "taps": "taps_TLD", "last": "last_TD"}
     spans = list(zip(batch.offsets_S1[:-1].tolist(), batch.offsets_S1[1:].tolist(), strict=True))
     states = {key: getattr(batch, name) for key, name in names.items()}
-    documents = [{key: None if x is None else x[start:end] for key, x in states.items()} for start, end in spans]
+    documents = [
+        {key: None if x is None else x[start:end] for key, x in states.items()} | {"kv": [x[start:end] for x in batch.kv]}
+        for start, end in spans
+    ]
     kept = share_out(documents, place, share)
     offsets_S1 = torch.tensor([0, *(len(document["token_ids"]) for document in kept)]).cumsum(0)
     joined = {name: None if states[key] is None else torch.cat([document[key] for document in kept]) for key, name in names.items()}
-    return Batch(offsets_S1=offsets_S1, **joined)
+    kv = [torch.cat(parts) for parts in zip(*(document["kv"] for document in kept), strict=True)]
+    return Batch(offsets_S1=offsets_S1, kv=kv, **joined)
 
 
 def test_training_measures_what_evaluation_does(head):
@@ -140,7 +145,7 @@ def test_causality(head):
     for t in (2, 5, 10):
         changed = copied(batch)
         changed.token_ids_T[t + 2 : 8 if t < 8 else None] = 7
-        for states in (changed.last_TD, changed.taps_TLD):
+        for states in (changed.last_TD, changed.taps_TLD, *changed.kv):
             if states is not None:
                 states[t + 1 : 8 if t < 8 else None] = 1.0
         other_tokens, other_log_q = head.propose(changed, 3)

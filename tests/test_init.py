@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from conftest import refused
+from safetensors.torch import load_file, save_file
 
 from data.builtin import build_tiny
 from data.errors import UserError
 from data.identity import identity
 from data.store import Store, StoreWriter
-from data.target import spec
+from data.target import frozen, spec
+from eval.export import export_head
 from heads import build
+from heads.base import DraftHead
 from train import dist, setup
 from train.config import TargetConfig, load
+
+FULL = {"_target_": "heads.mtp.MTP", "depths": 3}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,50 @@ def test_what_cannot_begin_is_refused(made, more, words):
     cfg = config(folder, target, *(word.format(folder) for word in more))
     with pytest.raises(UserError, match=f"train.init=.*{words}"):
         setup.equip(cfg, build(cfg.head, spec(target)), target, store)
+
+
+def exported(made, folder: Path) -> tuple[Path, DraftHead]:
+    """A head of the whole vocabulary as the engine loads it, with none of the files of a run."""
+    _, target, _, _ = made
+    head = build(FULL, spec(target))
+    about = {"head_cfg": FULL, "k": 3, "provenance": {"checkpoint": "step-000001"}}
+    return export_head(head, frozen(target, torch.float32, "cpu"), target, folder / "published", dtype=torch.float32, **about), head
+
+
+def test_a_published_head_is_begun_with(made, tmp_path):
+    folder, target, store, _ = made
+    published, head = exported(made, tmp_path)
+    (published / "draftsmith.json").unlink()
+    cfg = load(["conf=tiny_mtp", f"target.model={target}", f"run_dir={folder}/new", f"train.init={published}"])
+    begun = build(cfg.head, spec(target))
+    setup.equip(cfg, begun, target, store)
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in begun.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c, _: c.update(rope_theta=5.0), "rope_theta is 5.0 there and 10000.0 in this head section"),
+        (lambda _, t: t.pop("model.mtp_layers.0.input_proj.weight"), "it has no model.mtp_layers.0.input_proj.weight"),
+        (lambda _, t: t.update({"more.weight": torch.zeros(1)}), "this head has no more.weight"),
+    ],
+)
+def test_another_published_head_is_refused(made, tmp_path, change, words):
+    folder, target, store, _ = made
+    published, _ = exported(made, tmp_path)
+    stored, tensors = json.loads((published / "config.json").read_text()), load_file(published / "model.safetensors")
+    change(stored, tensors)
+    (published / "config.json").write_text(json.dumps(stored))
+    save_file(tensors, published / "model.safetensors")
+    cfg = load(["conf=tiny_mtp", f"target.model={target}", f"run_dir={folder}/new", f"train.init={published}"])
+    refused(lambda: setup.equip(cfg, build(cfg.head, spec(target)), target, store), f"train.init={published}", words)
+
+
+def test_a_published_head_gives_no_draft_vocabulary(made, tmp_path):
+    folder, target, store, _ = made
+    published, _ = exported(made, tmp_path)
+    cfg = config(folder, target, f"train.init={published}")
+    refused(lambda: setup.equip(cfg, build(cfg.head, spec(target)), target, store), "head.draft_vocab_size=null")
 
 
 @pytest.mark.parametrize(("conf", "what"), [("tiny_eagle3", "the 1 ranks do not fall"), ("tiny_dflash", "whole documents")])

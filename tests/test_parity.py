@@ -111,6 +111,9 @@ def random_head(conf: dict, target_dir: Path):
         head.set_draft_vocab(torch.randperm(spec(target_dir).vocab_size)[: len(head.draft_ids_U)].sort().values)
     for p in head.parameters():
         torch.nn.init.normal_(p, mean=0.0 if p.dim() > 1 else 1.0, std=0.15)
+    for constant in head.buffers():
+        if constant.is_floating_point():
+            torch.nn.init.uniform_(constant, 0.5, 1.5)
     head.attach(parts)
     return head.eval(), parts
 
@@ -126,7 +129,7 @@ def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
         outputs = head.run(head.context(batch, docs), anchor, place, torch.zeros_like(place), len(drafts))
         return torch.cat([head.logits(x, torch.tensor([token])) for x, token in zip(outputs, [int(anchor), *drafts], strict=False)])
     index, _ = docs.shifted(1)
-    tokens, state, caches, out = batch.token_ids_T[index], head.first_state(batch), head.caches(), []
+    tokens, state, caches, out = batch.token_ids_T[index], head.first_state(batch), head.caches(batch), []
     for token in drafts:
         x, state = head.step(state, head.frozen.embed_VD[tokens], docs, caches)
         logits = x[row] @ head.head_rows(0).T
@@ -201,13 +204,13 @@ def test_each_switch_alone(alone, name):
     check(alone, name)
 
 
-def check(probe, name, tolerance=2e-3):
+def check(probe, name, tolerance=2e-3, kv=()):
     tokens, residuals, last, heads, recorded = probe
     head, record = heads[name], recorded[name]
     assert record["output"] == tokens[len(PROMPT) :], "speculation changed the target's output"
     taps = torch.stack([residuals[t] for t in head.taps], 1) if head.taps else None
     ids = torch.tensor(tokens)
-    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([0, len(ids)]), taps, last)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([0, len(ids)]), taps, last, list(kv))
     drafts_Tk, _ = head.propose(batch, 3)
     judged, accepted = 0, set()
     for step in record["passes"]:

@@ -66,9 +66,8 @@ def test_activations_are_about_what_autograd_keeps(conf, size):
     head.attach(Frozen(torch.randn(V, D), torch.randn(V, D)))
     offsets = torch.arange(0, T + 1, 64)  # short documents: attention keeps no score matrix in real training either
     batch = Batch(torch.randint(0, V, (T,)), torch.ones(T, dtype=torch.bool), offsets, torch.randn(T, len(head.taps), D), torch.randn(T, D))
-    given = {
-        x.untyped_storage().data_ptr() for x in [*vars(batch).values(), *vars(head.frozen).values(), *head.parameters()] if x is not None
-    }
+    tensors = [*vars(batch).values(), *vars(head.frozen).values(), *head.parameters()]
+    given = {x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor)}
     kept = {}
 
     def keep(x):

@@ -99,7 +99,7 @@ class TrainConfig:
     keep: int = 2
     log_every: int = 10
     threads: int | None = None  # CPU threads per rank
-    init: str | None = None  # a run folder or one of its steps whose weights a new run begins with
+    init: str | None = None  # a run, one of its steps, or a head as the engine loads it, whose weights a new run begins with
 
 
 @dataclass

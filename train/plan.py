@@ -107,6 +107,11 @@ def build_on_meta(cfg: RunConfig, spec: TargetSpec) -> DraftHead:
         raise UserError(f"head: {error}") from error
     if cfg.train.recompute and head.recompute is None:
         raise UserError("train.recompute=true: this head has no depths that go through layers one after the other; set it to false")
+    if head.kv_layers and cfg.data.states != "online":
+        raise UserError(
+            f"data.states={cfg.data.states}: this head reads the target's keys and values, which no capture stores: it trains with "
+            "data.states=online alone, where each rank runs the target"
+        )
     return head
 
 
@@ -144,8 +149,14 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
         "activations": round(layers + outputs / ranks * 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
-        "hidden states of a batch": T * spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) * b,
+        "hidden states of a batch": T * (spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) + _kv_numbers(head)) * b,
     } | ({"target": target} if runs_target(cfg, head) else {})
+
+
+def _kv_numbers(head: DraftHead) -> int:
+    """Keys and values of a token that the head reads."""
+    kinds = (head.target.kinds or {}).values()
+    return sum(2 * kind["num_kv_heads"] * kind["head_dim"] for kind in kinds if kind["layer"] in head.kv_layers)
 
 
 def worked(head: DraftHead, tokens: int) -> tuple[float, float]:

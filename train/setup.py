@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from data.batch import Batches
 from data.errors import UserError
+from data.files import read_object
 from data.forward import Forward
 from data.identity import check_responses, identity, template_hash, tokenizer_hash
 from data.online import Answers
@@ -19,6 +22,8 @@ from data.window import Window
 from heads.base import DraftHead
 from train import checkpoint, dist, inputs, plan
 from train.config import RunConfig
+
+PUBLISHED = "model.safetensors"
 
 
 def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) -> Store:
@@ -60,7 +65,7 @@ def open_states(cfg: RunConfig, head: DraftHead, target_dir: Path) -> list[Seque
         say(f"data.states=online: {target_dir} in {cfg.target.dtype} on each rank; no states are stored")
         taps = tuple(sorted(set(head.taps)))
         forward = Forward(target_dir, taps, getattr(torch, cfg.target.dtype), dist.device(), cfg.target.trust_remote_code)
-    return [Answers(path, cfg.data.max_length, forward, head.needs_last, maker) for path in paths]
+    return [Answers(path, cfg.data.max_length, forward, head.needs_last, maker, head.kv_layers) for path in paths]
 
 
 def open_batches(cfg: RunConfig, head: DraftHead, store: Sequences) -> Batches:
@@ -101,7 +106,7 @@ def _draft_ids(cfg: RunConfig, head: DraftHead, store: Sequences) -> torch.Tenso
     assert head.draft_vocab_size is not None
     saved = checkpoint.latest(Path(cfg.run_dir)) or _init_step(cfg)
     if saved is not None:
-        return checkpoint.load_head(saved)["draft_ids_U"]
+        return _weights(head, saved)["draft_ids_U"]
     ids_U = torch.zeros(head.draft_vocab_size, dtype=torch.int64)
     if dist.rank() == 0:
         counts_V = count_supervised(store, head.target.vocab_size)
@@ -111,23 +116,51 @@ def _draft_ids(cfg: RunConfig, head: DraftHead, store: Sequences) -> torch.Tenso
 
 
 def _init_step(cfg: RunConfig) -> Path | None:
-    """The checkpoint that train.init names: a step folder, or the latest of a run."""
+    """What train.init names: a step folder, the latest of a run, or a head as the engine loads it."""
     if cfg.train.init is None:
         return None
     folder = Path(cfg.train.init)
-    step = folder if (folder / "state.json").is_file() else checkpoint.latest(folder)
+    step = folder if any((folder / name).is_file() for name in ("state.json", PUBLISHED)) else checkpoint.latest(folder)
     if step is None:
-        raise UserError(f"train.init={folder}: no run with a checkpoint, nor a step folder of one")
+        raise UserError(f"train.init={folder}: no run with a checkpoint, nor a step folder of one, nor a published head ({PUBLISHED})")
     return step
 
 
 def _load(head: DraftHead, step: Path) -> None:
+    weights = _weights(head, step)
     try:
-        head.load_state_dict(checkpoint.load_head(step))
+        head.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"train.init={step}: its weights do not fit this head section ({reason})") from error
     say(f"weights of {step}")
+
+
+def _weights(head: DraftHead, step: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load_head(step) if (step / "state.json").is_file() else _published(head, step)
+
+
+def _published(head: DraftHead, folder: Path) -> dict[str, torch.Tensor]:
+    """The state_dict of a head in the engine's layout, be it an export or somebody else's. UserError: it is not this head."""
+    if head.draft_vocab_size is not None:
+        raise UserError(f"train.init={folder}: a published head gives no draft vocabulary; name a run, or set head.draft_vocab_size=null")
+    export, said = head.export(), read_object(folder / "config.json", "it must be a head as the engine loads it")
+    stored, names = load_file(folder / PUBLISHED), export.names
+    faults = [f"{key} is {theirs} there and {ours} in this head section" for key, ours, theirs in _differences(export.config, said)]
+    faults += [f"it has no {name}" for name in names.values() if name not in stored]
+    faults += [f"this head has no {name}" for name in stored if name not in {*names.values(), *export.extra}]
+    if faults:
+        raise UserError(f"train.init={folder}: not this head: {'; '.join(faults[:4])}")
+    return {ours: stored[theirs] for ours, theirs in names.items()}
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, ours, theirs) where two configs that both say something of a key differ."""
+    found = []
+    for key in ours.keys() & theirs.keys():
+        a, b = ours[key], theirs[key]
+        found += _differences(a, b) if isinstance(a, dict) and isinstance(b, dict) else [(key, a, b)] if a != b else []
+    return sorted(found, key=lambda difference: difference[0])
 
 
 def say(text: str) -> None:
