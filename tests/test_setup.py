@@ -68,7 +68,7 @@ def test_states_under_another_chat_template_are_refused(target, tmp_path):
     store(cfg, target, list(range(10, 20)))
     other = shutil.copytree(target, tmp_path / "other")
     (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(UserError, match="template_hash"):
+    with pytest.raises(UserError, match="template: the answers were made with another template"):
         setup.open_store(cfg, build(HEAD, spec(target)), other, "train")
 
 
