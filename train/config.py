@@ -105,7 +105,7 @@ class TrainConfig:
 class OptimConfig:
     algorithm: str = "adamw"  # or muon: matrices by Muon, vectors and tables of tokens by AdamW
     lr: float = 1e-3
-    adam_lr: float = 1e-3  # muon: of what AdamW trains; it follows the same schedule
+    adam_lr: float = 1e-3  # of what AdamW trains, which confs state; `lr` is the same where nothing is Muon's
     momentum: float = 0.95  # muon
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
