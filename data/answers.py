@@ -1,4 +1,5 @@
-"""The files of answers, one JSON line each: `<split>.jsonl` with `<split>.meta.json`, which says what wrote them, and what they supervise.
+"""The files of answers, one JSON line each: `<split>.jsonl` with `<split>.meta.json`, which says what wrote them, and `<split>.asked.json`,
+which says what was asked for last; and what they supervise. A folder may hold more than that: answers are dear, so they stay.
 
 A record: id (`<prompt>#<sample>`), messages, meta, prompt_ids, response_ids, finish_reason ("stop", "length", "loop" or "given"), perhaps
 sampling. Supervised is the response; of a given answer, whose later user turns are in the response too, its `spans` alone.
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.identity import read_meta, unfinished
+from data.identity import read_asked, read_meta, unfinished
+from data.manifest import replace_text
 from data.prompts import read_jsonl_tolerant, write_jsonl_line
 
 Spans = list[list[int]]  # [start, end) each, ascending
@@ -28,27 +30,52 @@ def collect(
     samples: int,
     longest: int,
     meta: dict[str, Any],
+    asks: dict[str, Any],
     sample: Callable[[list[dict[str, Any]]], dict[str, Any]],
 ) -> dict[str, Any]:
     """Has `sample` append to `out_path` the answers `<id>#<s>` that it lacks, s < samples; it returns seconds and generated_tokens.
 
     records: {id, prompt_ids, ...}; those whose prompt leaves no room for an answer within `longest` tokens are listed beside the answers.
-    `meta` is kept beside the file; UserError where the file was made with another one, or answers other prompts. Returns
-    answers, tokens, finish shares and tokens_per_second of this run.
+    `meta` and `asks`, see `write_asked`, are kept beside the file; UserError where the file was made with another `meta`, or answers other
+    prompts. Returns answers, tokens and finish shares of what was asked for, and tokens_per_second of this run.
     """
     out_path.parent.mkdir(parents=True, exist_ok=True)
     check_meta(out_path, meta)
-    done = _finished(out_path)
-    fitting = _fitting(records, longest - 1, out_path)
+    done, most = _finished(out_path), longest - 1
+    fitting = [r for r in records if len(r["prompt_ids"]) <= most]
     todo = unanswered(fitting, samples, done, out_path)
-    print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out_path}", flush=True)
+    _say_long(records, most, out_path)
+    there = len(fitting) * samples - len(todo)
+    others = f", and {len(done) - there} to other prompts, which stay" if len(done) > there else ""
+    print(f"respond: {len(todo)} answers to sample, {there} already in {out_path}{others}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
+    unfinished(out_path).touch()
+    write_asked(out_path, asks, [f"{r['id']}#{s}" for r in fitting for s in range(samples)])
     if todo:
-        unfinished(out_path).touch()
         ran = sample(todo)
-    unfinished(out_path).unlink(missing_ok=True)
-    answers, _ = read_answers(out_path) if out_path.exists() else ([], 0)
-    return _summary(answers, ran)
+    unfinished(out_path).unlink()
+    return _summary(asked_answers(out_path)[0] if out_path.exists() else [], ran)
+
+
+def write_asked(out_path: Path, asks: dict[str, Any], ids: list[str]) -> None:
+    """Keeps beside the answers what was asked for: `asks`, the settings that decide it, and the ids of the answers. While these are not
+    all there, `unfinished` says so."""
+    replace_text(out_path.with_suffix(".asked.json"), json.dumps({"asks": asks, "ids": ids}, ensure_ascii=False) + "\n")
+
+
+def asked_answers(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """As read_answers, those alone that were asked for last (all, where nothing says what was), and how many others there are."""
+    answers, _ = read_answers(path)
+    if (asked := read_asked(path)) is None:
+        return answers, 0
+    wanted = set(asked["ids"])
+    chosen = [answer for answer in answers if answer["id"] in wanted]
+    return chosen, len(answers) - len(chosen)
+
+
+def say_others(others: int, path: Path) -> None:
+    if others:
+        print(f"capture: {others} answers in {path} are to prompts that this conf does not name; they stay there", flush=True)
 
 
 def spans_of(answer: dict[str, Any], max_length: int) -> Spans:
@@ -153,14 +180,13 @@ def set_aside(out_path: Path, lines: list[dict[str, Any]], *, anew: bool) -> Pat
     return path
 
 
-def _fitting(records: list[dict[str, Any]], most: int, out_path: Path) -> list[dict[str, Any]]:
-    """The records whose prompt leaves room for an answer; the others are listed beside the answers, and counted aloud."""
+def _say_long(records: list[dict[str, Any]], most: int, out_path: Path) -> None:
+    """Lists beside the answers, and counts aloud, the records whose prompt leaves no room for an answer."""
     long = [r for r in records if len(r["prompt_ids"]) > most]
     reasons = [f"prompt of {len(r['prompt_ids'])} tokens, over target.max_model_len - 1 = {most}" for r in long]
     path = set_aside(out_path, [{"id": r["id"], "reason": reason} for r, reason in zip(long, reasons, strict=True)], anew=True)
     if long:
         print(f"respond: {len(long)} of {len(records)} prompts are longer than {most} tokens and left out: {path}", flush=True)
-    return [r for r in records if len(r["prompt_ids"]) <= most]
 
 
 def _summary(answers: list[dict[str, Any]], ran: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.answers import collect, cut_answers, mask_of, read_answers
+from data.answers import asked_answers, collect, cut_answers, mask_of, say_others
 from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
+from data.files import bytes_text
 from data.manifest import check_disk, check_same_capture, check_same_sequences, free_bytes, plan_bytes, read_manifest
 from data.store import StoreWriter
 from data.target import spec
@@ -45,6 +46,7 @@ def respond(  # noqa: PLR0913
     batch_size: int,
     cut_loops: int,
     meta: dict[str, Any],
+    asks: dict[str, Any],
 ) -> dict[str, Any]:
     """Samples `sampling["samples"]` answers of the target to each record {id, messages, meta, prompt_ids, seed}, as ids `<id>#<s>`;
     with sampling["greedy"], answer 0 is the likeliest instead.
@@ -64,9 +66,8 @@ def respond(  # noqa: PLR0913
         job |= {"out": str(out_path.absolute()), "sampling": sampling, "cut_loops": cut_loops, "stop_ids": stop_ids(target_dir)}
         return run_child(job, todo, "respond", len(todo), "answers")
 
-    return collect(
-        records=records, out_path=out_path, samples=sampling["samples"], longest=target_cfg.max_model_len, meta=meta, sample=sample
-    )
+    kept = {"longest": target_cfg.max_model_len, "meta": meta, "asks": asks}
+    return collect(records=records, out_path=out_path, samples=sampling["samples"], sample=sample, **kept)
 
 
 def capture(  # noqa: PLR0913
@@ -83,27 +84,25 @@ def capture(  # noqa: PLR0913
     in_flight: int = 32,
     shard_tokens: int = 65536,
 ) -> dict[str, Any]:
-    """Runs each response record (prompt + response) through the target once and stores its states: the residual streams after
-    `taps` layers, and with `last` the state after the final norm; where neither is asked for, its tokens alone. Resumes: sequences in
+    """Runs each response record (prompt + response) that was asked for through the target once and stores its states: the residual streams
+    after `taps` layers, and with `last` the state after the final norm; where neither is asked for, its tokens alone. Resumes: sequences in
     the store are not run again.
 
     manifest: the identity of the capture, for StoreWriter. Sequences over max_length are cut, those without a response token
     left are left out; both are counted. UserError: over cap_gb or the free disk, another capture or other answers in the folder.
     """
     target = spec(target_dir)
-    answers, _ = read_answers(responses)
+    answers, others = asked_answers(responses)
     whole = {a["id"]: a["prompt_ids"] + a["response_ids"] for a in answers}
     kept = cut_answers(answers, max_length, responses)
     counts = {"sequences": len(kept), "cut": sum(len(whole[s["id"]]) > max_length for s in kept), "left_out": len(whole) - len(kept)}
     tokens = sum(len(s["token_ids"]) for s in kept)
     supervised = sum(b - a for s in kept for a, b in s["spans"])
     need = plan_bytes(tokens, supervised, len(taps), target.hidden_size, last, manifest["dtype"])
-    print(f"capture: {len(kept)} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
-    free = free_bytes(store_dir) / 1e9
-    print(
-        f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={manifest['dtype']}), {free:,.2f} GB of the disk are free",
-        flush=True,
-    )
+    say_others(others, responses)
+    print(f"capture: {len(kept)} sequences, {tokens} tokens, {bytes_text(need)} of states -> {store_dir}", flush=True)
+    token, free = f"{need / tokens:,.0f} bytes a token", bytes_text(free_bytes(store_dir))
+    print(f"capture: {token} (data.states_dtype={manifest['dtype']}), {free} of the disk are free", flush=True)
     print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
     check_disk(store_dir, need, cap_gb)
     if (store_dir / "manifest.json").exists():

@@ -47,6 +47,7 @@ def respond(  # noqa: PLR0913
     batch_size: int,
     cut_loops: int,
     meta: dict[str, Any],
+    asks: dict[str, Any],
 ) -> dict[str, Any]:
     """As data.engine.respond, with up to `batch_size` requests at once to the server at `url`. Prompts that it refuses are listed beside
     the answers. UserError: it cannot be reached, wants a key, serves other models, or refuses every prompt."""
@@ -70,9 +71,8 @@ def respond(  # noqa: PLR0913
 
             return _drive(answer, todo, out_path, pool)
 
-    return collect(
-        records=records, out_path=out_path, samples=sampling["samples"], longest=target_cfg.max_model_len, meta=meta, sample=sample
-    )
+    kept = {"longest": target_cfg.max_model_len, "meta": meta, "asks": asks}
+    return collect(records=records, out_path=out_path, samples=sampling["samples"], sample=sample, **kept)
 
 
 class Server:

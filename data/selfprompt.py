@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.answers import read_answers
+from data.answers import asked_answers
 from data.chat import user_prefix
 from data.engine import respond
 from data.errors import UserError
 from data.identity import identity
 from data.lock import alone
-from data.prompts import read_prompts, select, write_jsonl_line
+from data.prompts import need, read_prompts, select, write_jsonl_line
 from data.record import ChatRecord
 
 if TYPE_CHECKING:
@@ -44,11 +44,18 @@ def split_sources(sources: list[str]) -> tuple[list[str], int]:
 
 def with_own(cfg: RunConfig, target_dir: Path, tokenizer: Any, root: Path) -> list[str]:
     """The sources of data.prompts (relative paths count from `root`), with the file of the target's own prompts, written first, in place
-    of `self:<n>`."""
+    of `self:<n>`. UserError, before the engine starts: none of the others has held-out prompts."""
     sources, count = split_sources(cfg.data.prompts)
     folder = Path(cfg.data.responses)
     if count:
-        like = select(read_prompts(sources, None, root, cfg.data.prompt_chars), "train", None) if sources else []
+        if not sources:
+            raise UserError(
+                f"data.prompts=[{MARK}{count}]: what the target writes is for training alone, and acceptance is measured on held-out "
+                f"prompts of another hand: name a source of some beside it, as data.prompts=[data/promptset,{MARK}{count}]"
+            )
+        given = read_prompts(sources, root, cfg.data.prompt_chars)
+        need(given, "heldout")
+        like = select(given, "train", None)
         with alone(folder, "data.responses"):
             sources.append(str(invent(cfg, target_dir, tokenizer, count, folder / "self.jsonl", like)))
     return sources
@@ -71,8 +78,9 @@ def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Pa
         batch_size=cfg.data.batch_size,
         cut_loops=0,
         meta=maker(cfg, target_dir),
+        asks={"prompts": f"{MARK}{count}"},
     )
-    found = usable(read_answers(drafts)[0], tokenizer, len(prefix))
+    found = usable(asked_answers(drafts)[0], tokenizer, len(prefix))
     if not found:
         raise UserError(f"{drafts}: none of {count} prompts that the target wrote can be used; is it a chat model?")
     temporary = out.with_suffix(".tmp")

@@ -29,4 +29,4 @@ def run(cfg: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, "target", "head", "data", "train")

@@ -14,11 +14,11 @@ from train.config import ROOT, RunConfig, main
 
 
 def run(cfg: RunConfig) -> None:
-    folder, target_dir = Path(cfg.data.responses), resolve(cfg.target, ROOT)
+    target_dir, left_out = resolve(cfg.target, ROOT), []
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
-    prompts = read_prompts(with_own(cfg, target_dir, tokenizer, ROOT), folder / "quarantine.jsonl", ROOT, cfg.data.prompt_chars)
-    ask(cfg, target_dir, tokenizer, prompts)
+    prompts = read_prompts(with_own(cfg, target_dir, tokenizer, ROOT), ROOT, cfg.data.prompt_chars, left_out)
+    ask(cfg, target_dir, tokenizer, prompts, left_out)
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, "target", "data")

@@ -64,6 +64,7 @@ def answer(target: Path, out: Path, records: list[dict[str, Any]], cut_loops: in
         batch_size=4,
         cut_loops=cut_loops,
         meta={"target": "tiny"},
+        asks={},
     )
 
 

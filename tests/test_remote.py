@@ -119,6 +119,7 @@ def ask(fake: Fake, out: Path, n: int = 4, tokenizer: Any = TOKENIZER, cut_loops
         batch_size=3,
         cut_loops=cut_loops,
         meta={"target": "tiny"},
+        asks={},
     )
     return {a["id"]: a for a in read_answers(out)[0]}
 

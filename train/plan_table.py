@@ -7,12 +7,16 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from data.files import bytes_text
 from train.plan import REACHED, Plan, hours
 
+OVER = "; a document may be longer than train.micro_tokens, and is a batch by itself"
 
-def show(found: Plan) -> None:
-    """Prints the plan as a table."""
-    Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(render(found))
+
+def show(found: Plan | None) -> None:
+    """Prints the plan as a table, None not."""
+    if found is not None:
+        Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(render(found))
 
 
 def render(found: Plan) -> Table:
@@ -28,7 +32,7 @@ def render(found: Plan) -> Table:
     rows += [("memory", bytes_text(sum(found.memory.values())), "per GPU, sum of the above; without allocator overhead")]
     rows += _data_rows(found)
     table_end = [
-        ("steps", f"{found.steps:,}", f"of up to {found.tokens_per_step:,} tokens{_epochs(found)}"),
+        ("steps", f"{found.steps:,}", f"of up to {found.tokens_per_step:,} tokens{_epochs(found)}{OVER if found.over_budget else ''}"),
         (
             "compute",
             f"{found.flops:.2g} FLOP",
@@ -64,14 +68,7 @@ def _epochs(found: Plan) -> str:
     if not found.tokens or not found.tokens.total:
         return ""
     epochs = found.steps * found.tokens_per_step / found.tokens.total
-    return f": {'at least ' if found.tokens.source == 'bound' else ''}{epochs:.1f} epochs"
-
-
-def bytes_text(size: int) -> str:
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= one:
-            return f"{size / one:,.2f} {unit}"
-    return f"{size / 1e3:,.1f} kB"
+    return f": {'at most ' if found.over_budget else 'at least ' if found.tokens.source == 'bound' else ''}{epochs:.1f} epochs"
 
 
 def time_text(hours: float) -> str:
