@@ -67,10 +67,12 @@ def test_help_says_what_a_script_is_for_its_own_words_and_its_keys(name):
     tree = ast.parse(source)
     about = ast.get_docstring(tree)
     assert about and f"launch/{name}.py conf=<name>" in about
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    own = [word.value for call in calls if call.func.id == "take" for word in call.args] + ["check"] * ('"check=true"' in source)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    words = {name: [ast.literal_eval(arg) for call in calls if ast.unparse(call.func) == name for arg in call.args
+                    if isinstance(arg, ast.Constant)] for name in ("take", "main")}  # fmt: skip
+    own = words["take"] + ["check"] * ('"check=true"' in source)
     assert all(f"{word}=" in about for word in own), own
-    sections = tuple(arg.value for call in calls if call.func.id == "main" for arg in call.args if isinstance(arg, ast.Constant))
+    sections = tuple(words["main"])
     assert set(sections) <= {field.name for field in dataclasses.fields(RunConfig)}
     said = usage(about, sections)
     assert said.startswith(about) and "conf: demo, " in said and "  optim: cosine, muon, wsd" in said
