@@ -1,4 +1,5 @@
-"""The files of answers, one JSON line each: `<split>.jsonl` with `<split>.meta.json`, which says what wrote them, and what they supervise.
+"""The files of answers, one JSON line each: `<split>.jsonl` with `<split>.meta.json`, which says what wrote them, and `<split>.asked.json`,
+which says what was asked for last; and what they supervise. A folder may hold more than that: answers are dear, so they stay.
 
 A record: id (`<prompt>#<sample>`), messages, meta, prompt_ids, response_ids, finish_reason ("stop", "length", "loop" or "given"), perhaps
 sampling. Supervised is the response; of a given answer, whose later user turns are in the response too, its `spans` alone.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
-from data.identity import read_meta, unfinished
+from data.identity import read_asked, read_meta, unfinished
 from data.lock import turn
 from data.manifest import replace_text
 from data.part import WHOLE, Part, part_files
@@ -32,7 +33,7 @@ Spans = list[list[int]]  # [start, end) each, ascending
 class Request:
     """What the target is asked, and where its answers go. records: {id, messages, meta, prompt_ids, seed}; sampling: of SamplingConfig;
     batch_size: at once; cut_loops n > 0: an answer is ended where an n-gram begins for the second time (finish_reason "loop"); meta: kept
-    beside the file; part: of the records that this engine answers."""
+    beside the file; asks: see `write_asked`; part: of the records that this engine answers."""
 
     target_dir: Path
     target_cfg: TargetConfig
@@ -42,6 +43,7 @@ class Request:
     batch_size: int
     cut_loops: int
     meta: dict[str, Any]
+    asks: dict[str, Any]
     part: Part = WHOLE
 
 
@@ -50,28 +52,54 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
     generated_tokens. The file is request.out_path, or one beside it of this part, which the last of the parts to end joins.
 
     Records whose prompt leaves no room for an answer are listed beside the answers. UserError where the file was made with another meta, or
-    answers other prompts. Returns answers, tokens, finish shares and tokens_per_second of this run.
+    answers other prompts. Returns answers, tokens and finish shares of what was asked for, and tokens_per_second of this run.
     """
-    out, own = request.out_path, request.part.beside(request.out_path)
+    out, own, most = request.out_path, request.part.beside(request.out_path), request.target_cfg.max_model_len - 1
     out.parent.mkdir(parents=True, exist_ok=True)
     with turn(out.parent):
         check_meta(out, request.meta)
         done = _finished(own)
         for path in {out, *part_files(out)} - {own}:
             done |= _prompts(read_answers(path)[0]) if path.exists() else {}
-    fitting = _fitting(request.part.of(request.records), request.target_cfg.max_model_len - 1, own)
-    todo = unanswered(fitting, request.sampling["samples"], done, out)
-    print(f"respond: {len(todo)} answers to sample, {len(done)} already in {out}", flush=True)
+    mine = request.part.of(request.records)
+    _say_long(mine, most, own)
+    todo = unanswered([r for r in mine if len(r["prompt_ids"]) <= most], request.sampling["samples"], done, out)
+    wanted = [name for _, name in asked(request)]
+    there = sum(name in done for name in wanted)
+    others = f", and {len(done) - there} to other prompts, which stay" if len(done) > there else ""
+    print(f"respond: {len(todo)} answers to sample, {there} already in {out}{others}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
-    if todo or (own != out and any(name not in done for _, name in asked(request))):
+    if todo or (own != out and there < len(wanted)):
         unfinished(out).touch()
+    fit = {r["id"] for r in request.records if len(r["prompt_ids"]) <= most}
+    write_asked(out, request.asks, [name for record, name in asked(request) if record in fit])
     if todo:
         ran = sample(todo, own)
     if not join(request):
         print(f"respond: {request.part.name} has nothing more to do; the last of the {request.part.count} writes {out}", flush=True)
-        out = own
-    answers, _ = read_answers(out) if out.exists() else ([], 0)
-    return _summary(answers, ran)
+        return _summary(read_answers(own)[0] if own.exists() else [], ran)
+    return _summary(asked_answers(out)[0] if out.exists() else [], ran)
+
+
+def write_asked(out_path: Path, asks: dict[str, Any], ids: list[str]) -> None:
+    """Keeps beside the answers what was asked for: `asks`, the settings that decide it, and the ids of the answers. While these are not
+    all there, `unfinished` says so."""
+    replace_text(out_path.with_suffix(".asked.json"), json.dumps({"asks": asks, "ids": ids}, ensure_ascii=False) + "\n")
+
+
+def asked_answers(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """As read_answers, those alone that were asked for last (all, where nothing says what was), and how many others there are."""
+    answers, _ = read_answers(path)
+    if (told := read_asked(path)) is None:
+        return answers, 0
+    wanted = set(told["ids"])
+    chosen = [answer for answer in answers if answer["id"] in wanted]
+    return chosen, len(answers) - len(chosen)
+
+
+def say_others(others: int, path: Path) -> None:
+    if others:
+        print(f"capture: {others} answers in {path} are to prompts that this conf does not name; they stay there", flush=True)
 
 
 def asked(request: Request) -> list[tuple[str, str]]:
@@ -211,14 +239,13 @@ def set_aside(out_path: Path, lines: list[dict[str, Any]], *, anew: bool) -> Pat
     return path
 
 
-def _fitting(records: list[dict[str, Any]], most: int, out_path: Path) -> list[dict[str, Any]]:
-    """The records whose prompt leaves room for an answer; the others are listed beside the answers, and counted aloud."""
+def _say_long(records: list[dict[str, Any]], most: int, out_path: Path) -> None:
+    """Lists beside the answers, and counts aloud, the records whose prompt leaves no room for an answer."""
     long = [r for r in records if len(r["prompt_ids"]) > most]
     reasons = [f"prompt of {len(r['prompt_ids'])} tokens, over target.max_model_len - 1 = {most}" for r in long]
     path = set_aside(out_path, [{"id": r["id"], "reason": reason} for r, reason in zip(long, reasons, strict=True)], anew=True)
     if long:
         print(f"respond: {len(long)} of {len(records)} prompts are longer than {most} tokens and left out: {path}", flush=True)
-    return [r for r in records if len(r["prompt_ids"]) <= most]
 
 
 def _summary(answers: list[dict[str, Any]], ran: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.commands import command
 from data.errors import UserError
 from data.sequences import Sequences
 from heads.base import Batch
@@ -98,7 +99,7 @@ class Batches:
         if not len(self.members):
             raise UserError(
                 f"{store.folder}: none of its {len(store)} sequences has a supervised token within data.max_length={max_length}; "
-                "raise data.max_length, or mend the chat template and capture again with `python launch/capture.py conf=<name>`"
+                f"raise data.max_length, or mend the chat template and capture again with `{command('capture')}`"
             )
         self._plan = functools.lru_cache(maxsize=2)(self._plan_epoch)  # two: a step may span the end of an epoch
         self._size = functools.cache(lambda epoch: len(self._plan(epoch)))

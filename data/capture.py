@@ -8,16 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.answers import runs
+from data.answers import runs, say_others
 from data.batch import POLL_SECONDS, Batches
 from data.engine import capture, engine_identity, prefill
 from data.errors import UserError
-from data.identity import check_responses, identity
+from data.files import bytes_text
+from data.identity import asks, check_responses, identity
 from data.lock import alone
 from data.manifest import check_free, free_bytes
 from data.online import Answers
 from data.part import WHOLE, Part
-from data.window import TRAIN, Sizes, Waiting, WindowWriter, order_of, read_id, read_progress
+from data.window import Sizes, Waiting, WindowWriter, order_of, read_id, read_progress
 
 if TYPE_CHECKING:
     from heads.base import DraftHead
@@ -36,8 +37,8 @@ def capture_run(cfg: RunConfig, head: DraftHead, target_dir: Path, sizes: Sizes 
         raise UserError(f"data.window_gb: the states of a window come from one engine, and this is one of {part.count}: start one alone")
     store, maker = Path(cfg.data.store), identity(target_dir, cfg.target)
     answers = {split: Path(cfg.data.responses) / f"{split}.jsonl" for split in ("train", "heldout")}
-    for path in answers.values():
-        check_responses(path, maker)
+    for split, path in answers.items():
+        check_responses(path, maker, asks(cfg.data, split))
     taps, last = tuple(sorted(set(head.taps))), head.needs_last
     manifest = {**maker, "taps": list(taps), "hidden_size": head.target.hidden_size, "last": last, "dtype": cfg.data.states_dtype}
     manifest |= {"engine": engine_identity()}
@@ -69,9 +70,10 @@ def capture_window(  # noqa: PLR0913
     batches = Batches(answers, (), micro_tokens, seed, 0, 1, max_length)
     manifest = {**manifest, "window": order_of(answers, seed, micro_tokens, max_length)}
     have, free = sum(path.stat().st_size for path in store_dir.glob("shard-*.safetensors")), free_bytes(store_dir)
-    print(f"capture: a window of {sizes.window / 1e9:,.2f} GB, {sizes.token:,} bytes a token at most -> {store_dir}", flush=True)
-    whole = float(answers.lengths.sum()) * sizes.token
-    print(f"capture: each epoch {whole / 1e9:,.2f} GB, captured anew; {free / 1e9:,.2f} GB of the disk are free", flush=True)
+    say_others(answers.others, answers.folder)
+    print(f"capture: a window of {bytes_text(sizes.window)}, {sizes.token:,} bytes a token at most -> {store_dir}", flush=True)
+    whole = bytes_text(float(answers.lengths.sum()) * sizes.token)
+    print(f"capture: each epoch {whole}, captured anew; {bytes_text(free)} of the disk are free", flush=True)
     check_free(store_dir, int(sizes.window) - have)
     WindowWriter(store_dir, manifest)  # refuses another window, before anybody waits
     waiting = Waiting(lambda text: print(f"capture: {text}", flush=True))
@@ -86,14 +88,14 @@ def capture_window(  # noqa: PLR0913
     print(f"capture: everything up to the end of the training ({end} micro-batches) is captured", flush=True)
     writer = WindowWriter(store_dir, manifest)
     while writer.drop_past():
-        waiting.on("it has not read all of it", store_dir / "reader", "training", TRAIN)
+        waiting.on("it has not read all of it", store_dir / "reader", "train")
         time.sleep(POLL_SECONDS)
     writer.close()
 
 
 def _wait_for_training(store_dir: Path, waiting: Waiting) -> tuple[int, int]:
     while (progress := read_progress(store_dir)) is None:
-        waiting.on("it says which states it needs", store_dir / "reader", "training", TRAIN)
+        waiting.on("it says which states it needs", store_dir / "reader", "train")
         time.sleep(POLL_SECONDS)
     waiting.over()
     return progress

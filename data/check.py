@@ -16,6 +16,8 @@ from rich.console import Console
 from torch import Tensor
 
 from data.answers import read_answers
+from data.commands import command
+from data.files import bytes_text
 from data.forward import Forward
 from data.identity import read_meta, template_hash, tokenizer_hash
 from data.manifest import other_maker
@@ -123,7 +125,7 @@ def _judge(figures: dict[str, float], meant: dict[int, str]) -> list[Fault]:
     if figures["last"] <= CLOSE:
         if figures["surprise"] > OFF_POLICY:
             text = f"the answers surprise the target by {figures['surprise']:.2f} nats a token more than its own would"
-            faults.append(Fault("off-policy", f"{text}: another hand wrote them. Sample them with launch/respond.py"))
+            faults.append(Fault("off-policy", f"{text}: another hand wrote them. Sample them with `{command('respond')}`"))
         return faults
     kinds = {BEFORE_NORM: "norm", EARLY: "slot", LATE: "slot"}
     nearest = min(kinds, key=lambda name: figures[f"last, {name}"])
@@ -144,7 +146,7 @@ def check_store(folder: Path, reference: Reference, answers_path: Path, count: i
         found = [fault for fault in found if fault.cause != "off-policy"]
     size = sum(shard["bytes"] for shard in store.manifest["shards"])
     holds = f"{len(store):,} sequences, {int(store.lengths.sum()):,} tokens, {store.manifest['supervised_tokens']:,} supervised, "
-    holds += f"{size / 1e9:.2f} GB ({size / max(1, int(store.lengths.sum())):,.0f} bytes a token), taps {store.manifest['taps']}, last: "
+    holds += f"{bytes_text(size)} ({size / max(1, int(store.lengths.sum())):,.0f} bytes a token), taps {store.manifest['taps']}, last: "
     holds += f"{store.manifest['last']}, {json.dumps(store.manifest['dtype'])}; checksums right"
     return faults + found, figures, holds
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data.answers import Request, collect, cut_answers, mask_of, read_answers
+from data.answers import Request, asked_answers, collect, cut_answers, mask_of, say_others
 from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
+from data.files import bytes_text
 from data.gather import gather, part_stores
 from data.manifest import check_disk, check_same_capture, check_same_sequences, free_bytes, plan_bytes, read_manifest
 from data.part import WHOLE, Part
@@ -71,21 +72,22 @@ def capture(  # noqa: PLR0913
     shard_tokens: int = 65536,
     part: Part = WHOLE,
 ) -> dict[str, Any]:
-    """Runs each response record (prompt + response) through the target once and stores its states: the residual streams after
-    `taps` layers, and with `last` the state after the final norm; where neither is asked for, its tokens alone. Resumes: sequences in
+    """Runs each response record (prompt + response) that was asked for through the target once and stores its states: the residual streams
+    after `taps` layers, and with `last` the state after the final norm; where neither is asked for, its tokens alone. Resumes: sequences in
     the store are not run again.
 
     manifest: the identity of the capture, for StoreWriter. part: of the records, for one of several engines, whose states go to a store
     of its own in the folder. Sequences over max_length are cut, those without a response token
     left are left out; both are counted. UserError: over cap_gb or the free disk, another capture or other answers in the folder.
     """
-    answers, _ = read_answers(responses)
+    answers, others = asked_answers(responses)
     whole = {a["id"]: a["prompt_ids"] + a["response_ids"] for a in answers}
     kept = cut_answers(answers, max_length, responses)
     counts = {"sequences": len(kept), "cut": sum(len(whole[s["id"]]) > max_length for s in kept), "left_out": len(whole) - len(kept)}
     tokens = sum(len(s["token_ids"]) for s in kept)
     supervised = sum(b - a for s in kept for a, b in s["spans"])
     need = plan_bytes(tokens, supervised, len(taps), spec(target_dir).hidden_size, last, manifest["dtype"])
+    say_others(others, responses)
     _say_sizes(store_dir, need, tokens, counts, manifest["dtype"], max_length)
     check_disk(store_dir, need, cap_gb)
     wanted = {s["id"] for s in kept}
@@ -116,9 +118,9 @@ def capture(  # noqa: PLR0913
 
 
 def _say_sizes(store_dir: Path, need: int, tokens: int, counts: dict[str, int], dtype: str, max_length: int) -> None:
-    print(f"capture: {counts['sequences']} sequences, {tokens} tokens, {need / 1e9:.2f} GB of states -> {store_dir}", flush=True)
-    free = free_bytes(store_dir) / 1e9
-    print(f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={dtype}), {free:,.2f} GB of the disk are free", flush=True)
+    print(f"capture: {counts['sequences']} sequences, {tokens} tokens, {bytes_text(need)} of states -> {store_dir}", flush=True)
+    free = bytes_text(free_bytes(store_dir))
+    print(f"capture: {need / tokens:,.0f} bytes a token (data.states_dtype={dtype}), {free} of the disk are free", flush=True)
     print(f"capture: {counts['cut']} cut at {max_length} tokens, {counts['left_out']} left out (no response token within it)", flush=True)
 
 

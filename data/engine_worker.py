@@ -22,7 +22,7 @@ from vllm.v1.sample import rejection_sampler
 from data.engine_job import MARK, LoopWatch, request_seed
 from data.errors import UserError
 from data.prompts import write_jsonl_line
-from data.window import TRAIN, Waiting
+from data.window import Waiting
 
 
 class Ask(NamedTuple):
@@ -177,7 +177,7 @@ def take_states(llm: LLM, job: dict[str, Any], wanted: Iterable[dict[str, Any]])
     def asks() -> Iterator[Ask]:
         for item in wanted:
             while window and not all(llm.collective_rpc(has_room)):
-                waiting.on("the window is full", folder / "reader", "training", TRAIN)
+                waiting.on("the window is full", folder / "reader", "train")
                 time.sleep(1)
             waiting.over()
             lengths[item["id"]] = len(item["token_ids"])

@@ -1,4 +1,4 @@
-"""Reading what a user may have edited, or a full disk cut short."""
+"""Reading what a user may have edited, or a full disk cut short; and sizes in words."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def read_object(path: Path, mend: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds {type(content).__name__}, not a JSON object; {mend}")
     return content
+
+
+def bytes_text(size: float) -> str:
+    """1_500_000 -> 1.50 MB: in the unit that fits."""
+    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= one:
+            return f"{size / one:,.2f} {unit}"
+    return f"{size:.0f} bytes"

@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.commands import command
 from data.errors import UserError
 from data.files import read_object
+from data.manifest import unequal
 from data.record import ChatRecord
 from data.target import fingerprint, read_json
 
 if TYPE_CHECKING:
-    from train.config import TargetConfig
+    from train.config import DataConfig, TargetConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -43,20 +45,35 @@ def prompts_hash(records: list[ChatRecord]) -> str:
     return _hash([], json.dumps([[r.id, r.messages, r.tools, r.meta] for r in records]))
 
 
-def check_responses(path: Path, maker: dict[str, Any]) -> None:
-    """UserError: no responses at `path`, not all of them, or another target, dtype, tokenizer or template wrote them."""
+def asks(data: DataConfig, split: str) -> dict[str, Any]:
+    """The keys of the section `data` that decide which answers of a split are asked for."""
+    keys = ["prompts", "limit" if split == "train" else "heldout_limit", "min_prompt_chars", "max_prompt_chars"]
+    found = {key: getattr(data, key) for key in keys}
+    return found | ({"sampling": {"samples": data.sampling.samples}} if split == "train" and data.answers == "target" else {})
+
+
+def check_responses(path: Path, maker: dict[str, Any], asked_for: dict[str, Any]) -> None:
+    """UserError: no responses at `path`, not all of them, another target, dtype, tokenizer or template wrote them, or the last that was
+    asked for is not what `asks` says now."""
     meta = path.with_suffix(".meta.json")
     if not path.is_file() or not meta.is_file():
-        raise UserError(f"{path}: no answers of the target here; sample them with `python launch/respond.py conf=<name>`")
+        raise UserError(f"{path}: no answers of the target here; sample them with `{command('respond')}`")
     if unfinished(path).exists():
         raise UserError(
-            f"{path}: the sampling of these answers stopped before its end; `python launch/respond.py conf=<name>` goes on, or delete "
+            f"{path}: the sampling of these answers stopped before its end; `{command('respond')}` goes on, or delete "
             f"{unfinished(path)} to make do with them"
         )
     there = read_meta(meta)
     differ = [f"{key}: {there.get(key)} there, {maker[key]} now" for key in maker if there.get(key) != maker[key]]
     if differ:
         raise UserError(f"{path} was written by another target ({'; '.join(differ)}): choose another data.responses and sample anew")
+    if (asked := read_asked(path)) is None:
+        raise UserError(f"{path}: nothing beside it says what was asked for; `{command('respond')}` does, and samples only what is missing")
+    if changed := unequal(asked["asks"], asked_for, "data"):
+        said = "; ".join(f"{key} was {old}, is {new}" for key, old, new in changed)
+        raise UserError(
+            f"{path}: its answers were asked for otherwise ({said}): `{command('respond')}` samples what is missing, and keeps the others"
+        )
 
 
 def unfinished(path: Path) -> Path:
@@ -64,9 +81,15 @@ def unfinished(path: Path) -> Path:
     return path.with_suffix(".unfinished")
 
 
+def read_asked(path: Path) -> dict[str, Any] | None:
+    """What data.answers.write_asked has written beside the answers at `path`."""
+    asked = path.with_suffix(".asked.json")
+    return read_object(asked, f"delete it and run `{command('respond')}`") if asked.is_file() else None
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """What a `<split>.meta.json` beside answers says. UserError: it cannot be read, so nobody knows what wrote the answers."""
-    return read_object(path, f"it says what wrote the answers: delete {path.parent} and run `python launch/respond.py conf=<name>`")
+    return read_object(path, f"it says what wrote the answers: delete {path.parent} and run `{command('respond')}`")
 
 
 def _hash(files: list[Path], extra: str) -> str:

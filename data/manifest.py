@@ -11,11 +11,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from data.commands import command
 from data.errors import UserError
+from data.files import bytes_text
 from data.states import row_bytes
 
 FORMAT_VERSION = 1
-CAPTURE = "`python launch/capture.py conf=<name>`"
 LAST_POLICIES = ("none", "supervised", "all")  # each holds all that those before it hold
 COUNTS = ("sequences", "tokens", "supervised_tokens")  # of a store and of each shard
 PER_SEQUENCE = ("ids", "lengths", "first_labels")  # lists of a shard
@@ -34,7 +35,7 @@ def check_disk(folder: Path, need_bytes: int, cap_gb: float) -> None:
     """Refuses a store of `need_bytes` in all that is over the cap or, beyond what `folder` already holds, over the free space."""
     if need_bytes > cap_gb * 1e9:
         raise UserError(
-            f"{folder}: the hidden states take {need_bytes / 1e9:.2f} GB, over the cap data.max_store_gb={cap_gb:g}; "
+            f"{folder}: the hidden states take {bytes_text(need_bytes)}, over the cap data.max_store_gb={cap_gb:g}; "
             "raise data.max_store_gb, or lower data.limit or data.max_length"
         )
     have = sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
@@ -52,7 +53,7 @@ def check_free(folder: Path, need_bytes: int) -> None:
     free = free_bytes(folder)
     if need_bytes > free:
         raise UserError(
-            f"{folder}: {need_bytes / 1e9:.2f} GB of hidden states are still to be written and {free / 1e9:.2f} GB are free; "
+            f"{folder}: {bytes_text(need_bytes)} of hidden states are still to be written and {bytes_text(free)} are free; "
             "free some space, set data.store to another disk, or lower data.limit or data.max_length"
         )
 
@@ -69,10 +70,10 @@ def check_compatible(
     if LAST_POLICIES.index(needs_last) > LAST_POLICIES.index(manifest["last"]):
         found.append(f"last: the head needs {needs_last!r}, the store holds {manifest['last']!r}")
     if found:
-        raise UserError(f"the store does not fit this run: {'; '.join(found)}. Set data.store to a new folder and run {CAPTURE}")
+        raise UserError(f"the store does not fit this run: {'; '.join(found)}. {anew()}")
     if not manifest["closed"]:
         raise UserError(
-            f"the capture of this store stopped after {manifest['sequences']} sequences; run {CAPTURE}, which goes on from there"
+            f"the capture of this store stopped after {manifest['sequences']} sequences; `{command('capture')}` goes on from there"
         )
 
 
@@ -90,15 +91,14 @@ def other_maker(manifest: dict[str, Any], fingerprint: str, tokenizer_hash: str,
 def check_same_capture(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Refuses (UserError) to go on with a store whose manifest says otherwise than `new`."""
     if found := differences(old, new):
-        raise UserError(
-            f"{folder}: holds another capture ({'; '.join(found)}). Delete the folder or set data.store to a new one, then run {CAPTURE}"
-        )
+        raise UserError(f"{folder}: holds another capture ({'; '.join(found)}). {anew()}")
 
 
 def check_same_sequences(folder: Path, tokens: dict[str, list[int]]) -> None:
-    """Refuses (UserError) to go on with a store that holds other sequences than `tokens` (id -> token ids): sampled again, or cut
-    shorter by another data.max_length. Longer ones are fine, for readers cut them; shards cut short do not count anyway.
+    """Refuses (UserError) to go on with a store that holds other sequences than `tokens` (id -> token ids): to other prompts, sampled
+    again, or cut shorter by another data.max_length. Longer ones are fine, for readers cut them; shards cut short do not count anyway.
     """
+    more: list[str] = []
     for shard in read_manifest(folder)["shards"]:
         path = folder / shard["file"]
         if not is_whole(folder, shard):
@@ -109,17 +109,22 @@ def check_same_sequences(folder: Path, tokens: dict[str, list[int]]) -> None:
         except (SafetensorError, RuntimeError) as error:
             raise UserError(f"{path}: unreadable ({error}); {recapture(path)}") from error
         for name, ids_T in zip(shard["ids"], stored, strict=True):
-            if name not in tokens or ids_T[: len(tokens[name])].tolist() != tokens[name]:
-                what = f"has {len(ids_T)} tokens there and {len(tokens[name])} others now" if name in tokens else "is no answer now"
-                raise UserError(
-                    f"{folder}: {name} {what}: the answers were sampled again, or data.max_length was raised. "
-                    f"Delete the folder or set data.store to a new one, then run {CAPTURE}"
-                )
+            if name in tokens and ids_T[: len(tokens[name])].tolist() != tokens[name]:
+                what = f"{name} has {len(ids_T)} tokens there and {len(tokens[name])} others now"
+                raise UserError(f"{folder}: {what}: the answers were sampled again, or data.max_length was raised. {anew()}")
+        more += [name for name in shard["ids"] if name not in tokens]
+    if more:  # a training reads all of a store
+        raise UserError(f"{folder}: {len(more)} sequences in it, {more[0]} the first, are no answers to what this conf asks now. {anew()}")
+
+
+def anew() -> str:
+    """How to have a store that fits."""
+    return f"Delete the folder or set data.store to a new one, then run `{command('capture')}`"
 
 
 def recapture(path: Path) -> str:
     """How to mend a shard whose content is bad."""
-    return f"delete it (`rm {path}`) and run {CAPTURE}, which captures its sequences again"
+    return f"delete it (`rm {path}`) and run `{command('capture')}`, which captures its sequences again"
 
 
 def is_whole(folder: Path, shard: dict[str, Any]) -> bool:
@@ -133,7 +138,7 @@ def check_shard(folder: Path, shard: dict[str, Any], verify: bool) -> None:
     path = folder / shard["file"]
     if not is_whole(folder, shard):
         found = f"has {path.stat().st_size} bytes" if path.is_file() else "is missing"
-        raise UserError(f"{path}: {found}, the manifest says {shard['bytes']} bytes; run {CAPTURE}, which captures its sequences again")
+        raise UserError(f"{path}: {found}, the manifest says {shard['bytes']} bytes; `{command('capture')}` captures its sequences again")
     if verify and sha256(path) != shard["sha256"]:
         raise UserError(f"{path}: its checksum is not the manifest's, so the file was altered; {recapture(path)}")
 
@@ -168,20 +173,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a store; UserError where there is none, or none of this format."""
     path = folder / "manifest.json"
     if not path.is_file():
-        raise UserError(f"{path}: no such file, so there is no store here; make it with {CAPTURE}")
+        raise UserError(f"{path}: no such file, so there is no store here; make it with `{command('capture')}`")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a store manifest ({error!r}); delete {folder} and run {CAPTURE}") from error
+        raise UserError(f"{path}: not a store manifest ({error!r}). {anew()}") from error
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}; delete {folder} and run {CAPTURE}")
+        raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}. {anew()}")
     missing = [key for key in (*IDENTITY, "closed", *COUNTS, "shards") if key not in manifest]
     faults = (
         [f"it has no {', no '.join(missing)}"] if missing else [fault for shard in manifest["shards"] for fault in _shard_faults(shard)]
     )
     if faults:
-        raise UserError(f"{path}: not a whole store manifest ({faults[0]}), so it was edited; delete {folder} and run {CAPTURE}")
+        raise UserError(f"{path}: not a whole store manifest ({faults[0]}), so it was edited. {anew()}")
     return manifest
 
 

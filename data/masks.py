@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data.answers import mask_of, read_answers, spans_of
+from data.answers import asked_answers, mask_of, spans_of
+from data.commands import command
 from data.errors import UserError
 from data.record import OTHER
 
@@ -55,10 +56,10 @@ def coloured(tokenizer: Any, ids: list[int], mask: list[bool]) -> Text:
 def show(path: Path, tokenizer: Any, max_length: int, count: int) -> None:
     """Prints the statistics of a file of answers and `count` of them, spread over the file."""
     if not path.is_file():
-        raise UserError(f"{path}: no answers yet; make them with `python launch/respond.py conf=<name>`")
-    answers, _ = read_answers(path)
+        raise UserError(f"{path}: no answers yet; make them with `{command('respond')}`")
+    answers, _ = asked_answers(path)
     if not answers:
-        raise UserError(f"{path}: holds no answer; `python launch/respond.py conf=<name>` goes on with them")
+        raise UserError(f"{path}: holds no answer; `{command('respond')}` goes on with them")
     table = Table(title=str(path), caption=f"tokens: mean of prompt and answer; cut: at {max_length}; then what ended the answers")
     for column in ("slice", "records", "tokens", "supervised", "cut", *ENDS):
         table.add_column(column, justify="left" if column == "slice" else "right")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.answers import cut_answers, mask_of, read_answers
+from data.answers import asked_answers, cut_answers, mask_of
 from data.errors import UserError
 from data.forward import Forward
 from data.sequences import Sequences
@@ -20,7 +20,8 @@ from data.states import label_rows
 
 
 class Answers(Sequences):
-    """The answers in a file, in its order, cut to max_length tokens; those without a supervised token within are left out, as capture does.
+    """The answers in a file that were asked for, in its order, cut to max_length tokens; those without a supervised token within are left
+    out, as capture does. others: how many more there are in the file.
 
     forward: works out the states, whose taps it was made with; None where no state is read. last: the policy of a store ("none",
     "supervised" or "all"). maker: what data.identity says of the target. kv_layers: see heads.base.DraftHead. UserError: no answer is left.
@@ -30,7 +31,8 @@ class Answers(Sequences):
         self, path: Path, max_length: int, forward: Forward | None, last: str, maker: dict[str, Any], kv_layers: tuple[int, ...] = ()
     ) -> None:
         self.folder, self.forward, self.last, self.kv_layers = path, forward, last, kv_layers
-        kept = cut_answers(read_answers(path)[0], max_length, path)
+        answers, self.others = asked_answers(path)
+        kept = cut_answers(answers, max_length, path)
         self.ids = [s["id"] for s in kept]
         self._tokens = [np.array(s["token_ids"], dtype=np.int32) for s in kept]
         self._spans = [s["spans"] for s in kept]

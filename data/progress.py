@@ -49,4 +49,4 @@ class Progress:
         self.printed = now
         rate = (done - self.base) / max(now - self.began, 1e-9)
         left = f", {(self.total - done) / rate:.0f} s left" if rate > 0 and done < self.total else ""
-        print(f"{self.label}: {done}/{self.total} {self.unit}, {note}{left}", file=sys.stderr, flush=True)
+        print(f"{self.label}: {done}/{self.total} {self.unit}{note and f', {note}'}{left}", file=sys.stderr, flush=True)

@@ -6,10 +6,9 @@ Also the JSONL reader and writer of the response files, which must survive a kil
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -26,19 +25,18 @@ Row = tuple[str, int, "bytes | dict[str, Any]"]  # file, line (1-based), raw lin
 
 def read_prompts(
     sources: list[str],
-    quarantine: Path | None,
     root: Path,
     chars: tuple[int, int | None] = (0, None),
+    left_out: list[dict[str, Any]] | None = None,
     one_more: Callable[[list[ChatRecord]], str] | None = None,
 ) -> list[ChatRecord]:
     """Every usable record of `sources`, in order. A source is a .jsonl or .parquet file, a folder of them, a .txt file with a question on
     each line, a folder written by datasets' save_to_disk, or `hf:<id>[:split]`, each perhaps with a weight before it (`3*<source>`, for
     `select`); relative paths count from `root`. Of records that ask the same the first is used; `chars`: the least and the most
-    characters of a question.
-    one_more: makes a last source out of the records of these.
+    characters of a question. one_more: makes a last source out of the records of these.
 
-    Unusable rows go to the file `quarantine` as JSONL {file, line, reason, text} (it is replaced whole, and empty when all is well)
-    and are counted on stderr. UserError: a source that is missing or of unknown kind, or no usable record in all of them.
+    Unusable rows are counted on stderr, and go to the list `left_out` as {file, line, reason, text}. UserError: a source that is missing or
+    of unknown kind, or no usable record in all of them.
     """
     records: list[ChatRecord] = []
     bad: list[dict[str, Any]] = []
@@ -57,18 +55,17 @@ def read_prompts(
 
     for source in sources:
         read(source)
-    if one_more and (records or not sources):
+    if one_more:
         read(one_more(records))
-    if quarantine is not None:
-        _write_atomic(quarantine, bad)
     if not records and not bad:
         raise UserError(f"no prompts in [{', '.join(sources)}]; name files that hold some: data.prompts=[...]")
     if bad:
         where = f"{bad[0]['file']}:{bad[0]['line']}: {bad[0]['reason']}"
         if not records:
             raise UserError(f"none of the {len(bad)} prompt records can be used; the first, {where}; mend the file or data.prompts")
-        kept_in = f" (all in {quarantine})" if quarantine is not None else ""
-        print(f"{len(bad)} of {len(bad) + len(records)} prompt records left out{kept_in}; the first, {where}", file=sys.stderr)
+        print(f"{len(bad)} of {len(bad) + len(records)} prompt records left out; the first, {where}", file=sys.stderr)
+    if left_out is not None:
+        left_out += bad
     return records
 
 
@@ -89,6 +86,12 @@ def select(records: list[ChatRecord], split: str, limit: int | None) -> list[Cha
     if limit is None or len(mix) < limit:
         print(f"data.prompts: the mix for {split} ends after {len(mix)}: {list(sources)[ended]} has no more", file=sys.stderr)
     return mix[:limit]
+
+
+def need(records: list[ChatRecord], split: str) -> None:
+    """UserError: none of the records is of this split."""
+    if not any(split_of(record) == split for record in records):
+        raise UserError(f"data.prompts: no prompt for the split {split!r} among {len(records)}; add records, or give some meta.split")
 
 
 def _by_category(records: list[ChatRecord]) -> list[ChatRecord]:
@@ -254,14 +257,3 @@ def _hub_rows(source: str) -> Iterator[Row]:
 def _excerpt(raw: bytes | dict[str, Any]) -> str:
     text = raw.decode(errors="replace") if isinstance(raw, bytes) else json.dumps(raw, default=str)
     return text.rstrip("\r\n")[:QUARANTINE_CHARS]
-
-
-def _write_atomic(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as f:
-        for row in rows:
-            f.write(json.dumps(row) + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(path)

@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.answers import Request, read_answers
+from data.answers import Request, asked_answers
 from data.chat import user_prefix
 from data.engine import respond
 from data.errors import UserError
 from data.identity import identity
 from data.lock import alone, turn
 from data.part import WHOLE, Part
-from data.prompts import read_prompts, select, write_jsonl_line
+from data.prompts import need, read_prompts, select, write_jsonl_line
 from data.record import ChatRecord
 
 if TYPE_CHECKING:
@@ -43,19 +43,27 @@ def split_sources(sources: list[str]) -> tuple[list[str], int]:
     return [source for source in sources if not source.startswith(MARK)], sum(map(int, counts))
 
 
-def read_with_own(cfg: RunConfig, target_dir: Path, tokenizer: Any, root: Path, part: Part = WHOLE) -> list[ChatRecord]:
+def read_with_own(  # noqa: PLR0913
+    cfg: RunConfig, target_dir: Path, tokenizer: Any, root: Path, left_out: list[dict[str, Any]], part: Part = WHOLE
+) -> list[ChatRecord]:
     """The records of data.prompts (relative paths count from `root`), those of `self:<n>` last: of several engines one has the target write
-    them, and the others wait for it."""
+    them, and the others wait for it. left_out: see data.prompts.read_prompts. UserError, before the engine starts: none of the others has
+    held-out prompts."""
     sources, count = split_sources(cfg.data.prompts)
     folder = Path(cfg.data.responses)
 
     def write(given: list[ChatRecord]) -> str:
+        need(given, "heldout")
         like = select(given, "train", None)
         with alone(folder, "data.responses", part), turn(folder, ".turn-self"):
             return str(invent(cfg, target_dir, tokenizer, count, folder / "self.jsonl", like))
 
-    quarantine = folder / "quarantine.jsonl" if part.number == 0 else None
-    return read_prompts(sources, quarantine, root, cfg.data.prompt_chars, write if count else None)
+    if count and not sources:
+        raise UserError(
+            f"data.prompts=[{MARK}{count}]: what the target writes is for training alone, and acceptance is measured on held-out "
+            f"prompts of another hand: name a source of some beside it, as data.prompts=[data/promptset,{MARK}{count}]"
+        )
+    return read_prompts(sources, root, cfg.data.prompt_chars, left_out, write if count else None)
 
 
 def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Path, like: list[ChatRecord]) -> Path:  # noqa: PLR0913
@@ -68,8 +76,9 @@ def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Pa
     drafts = out.with_name(out.stem + ".drafts.jsonl")
     records = [beginning(tokenizer, prefix, i, like[i % len(like)] if like else None) for i in range(count)]
     settings = {"target_dir": target_dir, "target_cfg": cfg.target, "batch_size": cfg.data.batch_size, "cut_loops": 0}
-    respond(Request(records=records, out_path=drafts, sampling=SAMPLING, meta=maker(cfg, target_dir), **settings))
-    found = usable(read_answers(drafts)[0], tokenizer, len(prefix))
+    settings |= {"meta": maker(cfg, target_dir), "asks": {"prompts": f"{MARK}{count}"}}
+    respond(Request(records=records, out_path=drafts, sampling=SAMPLING, **settings))
+    found = usable(asked_answers(drafts)[0], tokenizer, len(prefix))
     if not found:
         raise UserError(f"{drafts}: none of {count} prompts that the target wrote can be used; is it a chat model?")
     temporary = out.with_suffix(".tmp")

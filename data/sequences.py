@@ -5,6 +5,7 @@ Shape suffixes: T tokens of a sequence, S sequences.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ class Sequences:
     ids: list[str]
     lengths: np.ndarray
     first_labels: np.ndarray
+
+    def contents(self) -> dict[str, Any]:
+        """What there is to read, in short: another digest is other sequences, or another order of them."""
+        digest = hashlib.sha256("\n".join(self.ids).encode())
+        for numbers in (self.lengths, self.first_labels):
+            digest.update(numbers.tobytes())
+        return {"sequences": len(self), "supervised_tokens": self.manifest["supervised_tokens"], "digest": digest.hexdigest()}
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.manifest import (
-    CAPTURE,
     FORMAT_VERSION,
     IDENTITY,
     LAST_POLICIES,
+    anew,
     check_free,
     check_same_capture,
     check_shard,
@@ -74,7 +74,7 @@ class StoreWriter:
         if (folder / "manifest.json").exists():
             self._adopt(read_manifest(folder))
         elif stray := sorted(folder.glob("shard-*.safetensors")):  # never of ours: the first manifest comes before the first shard
-            raise UserError(f"{stray[0]}: there is no manifest.json that lists it; put that back, or delete the folder and run {CAPTURE}")
+            raise UserError(f"{stray[0]}: there is no manifest.json that lists it; put that back, or: {anew()}")
         listed = {shard["file"] for shard in self.manifest["shards"]}
         for path in folder.glob("shard-*.safetensors"):
             if path.name not in listed:

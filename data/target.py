@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from data.builtin import BUILTIN
 from data.errors import UserError
 from data.files import read_object
+from data.target_config import check_supported, gemma4, rope
 from heads.base import Frozen, TargetSpec
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 SAMPLES, SAMPLE_BYTES = 16, 65536  # per weight file, for the fingerprint
 
-# Keys by which Gemma 2, Granite, Cohere and MiniCPM scale or cap embeddings and logits, and families with norms of another formula.
-# Gemma 4 (`_gemma4`) has the plain norm again, and a head may know of its scale and cap.
-SCALED = "final_logit_softcapping logits_scaling logit_scale embedding_multiplier scale_emb dim_model_base".split()
-OTHER_NORM = ("gemma", "recurrent_gemma", "qwen3_next", "qwen3_5")
 EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
 LM_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 FINAL_NORM = re.compile(r"(^|^model\.|(^|\.)language_model\.|(^|\.)language_model\.model\.)norm\.weight$")
@@ -133,21 +130,6 @@ def _sound(found: TargetSpec, where: str) -> TargetSpec:
     return found
 
 
-def _check_supported(config: dict[str, Any], path: Path) -> None:
-    """Refuses what would be wrong without a word: heads take embedding rows, RMSNorm(x) * weight and h @ lm_head as they are."""
-    odd = [key for key in SCALED if config.get(key) not in (None, 1, 1.0)]
-    kind = str(config.get("model_type"))
-    if kind == "gemma4_text":
-        return
-    if kind.startswith(OTHER_NORM):
-        odd.append(f"model_type {kind} (its norms multiply by 1 + weight)")
-    if odd:
-        raise UserError(
-            f"{path}: {', '.join(odd)}: such targets are not supported, for states and loss would be wrong. Supported are those "
-            "that read embedding, final RMSNorm and lm_head unscaled, such as Llama, Mistral, Qwen2 and Qwen3"
-        )
-
-
 def _check_spec(stated: TargetSpec, found: TargetSpec, folder: Path) -> None:
     differences = [
         f"{f.name}: conf {getattr(stated, f.name)}, target {getattr(found, f.name)}"
@@ -165,14 +147,14 @@ def spec(folder: Path) -> TargetSpec:
     """The dimensions in config.json; the text part of a multimodal one. Reads the rope keys of transformers 4 and of 5."""
     whole = read_json(folder / "config.json")
     config = whole.get("text_config", whole)
-    _check_supported(config, folder / "config.json")
+    check_supported(config, folder / "config.json")
 
     def need(key: str) -> Any:
         if key not in config:
             raise UserError(f"{folder / 'config.json'}: no key `{key}`. Is this a decoder-only language model?")
         return config[key]
 
-    theta, scaling = _rope(config)
+    theta, scaling = rope(config)
     heads = need("num_attention_heads")
     tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings"))
     found = TargetSpec(
@@ -190,53 +172,9 @@ def spec(folder: Path) -> TargetSpec:
         architecture=str((whole.get("architectures") or config.get("architectures") or ["unknown"])[0]),
         # Model families disagree on the default of this key, so where config.json omits it the weights decide.
         tied_embeddings=bool(tied) if tied is not None else not any(LM_HEAD.search(name) for name in _tensor_files(folder)),
-        **(_gemma4(folder) if config.get("model_type") == "gemma4_text" else {}),
+        **(gemma4(folder) if config.get("model_type") == "gemma4_text" else {}),
     )
     return _sound(found, str(folder / "config.json"))
-
-
-def _gemma4(folder: Path) -> dict[str, Any]:
-    """What a TargetSpec says of a Gemma 4 beyond its dimensions. Read through its config class, which knows every form of them: sizes of
-    full attention come as `global_head_dim` or layer by layer. UserError: a config that the class refuses."""
-    from transformers import AutoConfig
-
-    try:
-        config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{folder / 'config.json'}: {str(error).strip().splitlines()[0]}: download the target again") from error
-    kinds, own = {}, config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
-    for layer, kind in enumerate(own):  # the last of each kind stays
-        theta, scaling = _rope({"rope_parameters": dict(config.rope_parameters[kind])})
-        kinds[kind] = {
-            "layer": layer,
-            "num_kv_heads": config.per_layer_config[layer].num_key_value_heads,
-            "head_dim": config.per_layer_config[layer].head_dim,
-            "window": config.sliding_window if kind == "sliding_attention" else None,
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-        }
-    return {"embed_scale": config.hidden_size**0.5, "logit_softcap": config.final_logit_softcapping, "kinds": kinds}
-
-
-def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling or None). transformers 5: all in `rope_parameters`, perhaps one set per kind of layer, of which heads use
-    the full-attention one. transformers 4: `rope_theta` beside `rope_scaling`, whose kind may be called `type`.
-    """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"config.json: rope_parameters or rope_scaling is {given!r}: must be null or a mapping. Download the target again.")
-    scaling = dict(given.get("full_attention", given))
-    theta = float(scaling.pop("rope_theta", config.get("rope_theta", 10000.0)))
-    partial = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):  # heads refuse it; left out here, they would rotate the whole of each head
-        scaling["partial_rotary_factor"] = partial
-    kind = scaling.pop("type", None)
-    scaling.setdefault("rope_type", kind or "default")
-    if scaling == {"rope_type": "default"}:
-        return theta, None
-    if "original_max_position_embeddings" in config:
-        scaling.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
-    return theta, scaling
 
 
 def frozen(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Frozen:

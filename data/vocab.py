@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.errors import UserError
+from data.manifest import anew
 from data.sequences import Sequences
 
 
@@ -23,7 +24,7 @@ def count_supervised(store: Sequences, vocab_size: int) -> Tensor:
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < vocab_size:
             raise UserError(
                 f"{store.folder}: sequence {i} ({store.ids[i]}) holds token {int(labels.max())}, beyond the target's {vocab_size}; "
-                "the store comes from another target: set data.store to a new folder and run `python launch/capture.py conf=<name>`"
+                f"the store comes from another target. {anew()}"
             )
         counts_V += torch.bincount(labels, minlength=vocab_size)
     return counts_V

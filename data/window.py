@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.commands import command
 from data.errors import UserError
 from data.files import read_object
 from data.lock import held, hold
-from data.manifest import CAPTURE, check_compatible, differences, replace_text
+from data.manifest import check_compatible, differences, replace_text
 from data.online import Answers
 from data.store import Store, StoreWriter
 
-TRAIN = "`python launch/train.py conf=<name>`"
 SHARDS = 32  # at least so many in a window
 
 
@@ -74,7 +74,7 @@ def read_progress(folder: Path) -> tuple[int, int] | None:
     path = folder / "reader" / "progress.json"
     if not path.is_file():
         return None
-    found = read_object(path, f"delete it and start {TRAIN}")
+    found = read_object(path, f"delete it and start `{command('train')}`")
     return found["next"], found["end"]
 
 
@@ -84,11 +84,14 @@ class Waiting:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.said = say, ""
 
-    def on(self, what: str, partner: Path, name: str, command: str) -> None:
+    def on(self, what: str, partner: Path, stage: str) -> None:
+        """stage: capture or train."""
+        name = {"train": "training"}.get(stage, stage)
         there = held(partner)
         if f"{name} {there}" != self.said:
             self.said = f"{name} {there}"
-            self.say(f"waiting for the {name}: {what}; " + ("it is running" if there else f"none is running, start it with {command}"))
+            state = "it is running" if there else f"none is running, start it with `{command(stage)}`"
+            self.say(f"waiting for the {name}: {what}; {state}")
 
     def over(self) -> None:
         self.said = ""
@@ -135,7 +138,7 @@ class Window(Answers):
         if found := differences({"window": manifest.get("window")}, {"window": self.wanted["window"]}):
             raise UserError(
                 f"{self.store_dir}: its states are in another order ({'; '.join(found)}). Set these back, or delete the folder or set "
-                f"data.store to a new one, and start {CAPTURE} beside this"
+                f"data.store to a new one, and start `{command('capture')}` beside this"
             )
 
     def _forget(self) -> None:
@@ -152,7 +155,7 @@ class Window(Answers):
             self.waiting.over()
             return True
         what = f"the states of {missing.partition('/')[2]}, micro-batch {missing.partition('/')[0]}, in {self.store_dir}"
-        self.waiting.on(what, self.store_dir.parent, "capture", CAPTURE)
+        self.waiting.on(what, self.store_dir.parent, "capture")
         return False
 
     def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
@@ -178,8 +181,8 @@ class WindowWriter(StoreWriter):
         now = (read_progress(self.folder) or (0, 0))[0]
         if now < self.next:
             raise UserError(
-                f"{self.folder}: the training went back to micro-batch {now} after it had been past {self.next}; start {CAPTURE} again, "
-                "which captures from there"
+                f"{self.folder}: the training went back to micro-batch {now} after it had been past {self.next}; start "
+                f"`{command('capture')}` again, which captures from there"
             )
         self.next = now
         self._keep([shard for shard in self.manifest["shards"] if last_micro(shard["ids"]) >= now])

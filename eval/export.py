@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data import target as targets
+from data.commands import command
 from data.errors import UserError
 from data.files import read_object
 from eval import quantize
@@ -146,7 +147,7 @@ def read_export(folder: Path) -> dict[str, Any]:
     """draftsmith.json of an export; UserError where there is none of this version."""
     path = folder / "draftsmith.json"
     if not path.is_file():
-        raise UserError(f"{folder}: no export of ours here (no draftsmith.json); make one with `python launch/export.py conf=<name>`")
+        raise UserError(f"{folder}: no export of ours here (no draftsmith.json); make one with `{command('export')}`")
     about = read_object(path, "export again")
     if about.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path}: format_version {about.get('format_version')}, this program reads {FORMAT_VERSION}: export again")

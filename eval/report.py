@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from data.files import bytes_text
 from data.manifest import replace_text
 from eval.advice import advice, choices_text, commands, equal, find, is_grid, reasons
 from eval.html import page
@@ -44,7 +45,7 @@ def comparison(report: dict[str, Any]) -> str:
     if said := report.get("quantization"):
         return (
             f"Acceptance length {here:.3f} with the training module, {there:.3f} in the engine with {said['scheme']} weights: "
-            f"rounding costs {here - there:.3f}. The export has {said['bytes'] / 1e6:.1f} MB instead of {said['bytes_without'] / 1e6:.1f}."
+            f"rounding costs {here - there:.3f}. The export has {bytes_text(said['bytes'])} instead of {bytes_text(said['bytes_without'])}."
         )
     most = here + offline["unjudged_drafts"] / max(1, offline["drafts"])
     text = f"Acceptance length {here:.3f} with the training module, {there:.3f} in the engine"

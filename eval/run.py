@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from data.commands import command
 from data.errors import UserError
 from data.identity import prompts_hash
 from data.lock import alone
@@ -36,9 +37,10 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
         raise UserError(f"{export_dir}: exported from head {export['head']}, the conf says {cfg.head}; use the conf it was trained with")
     scheme = export.get("quantization", {}).get("scheme") if export else None
     if export and scheme != cfg.export.quantization:
+        there, said = scheme or "null", cfg.export.quantization or "null"
         raise UserError(
-            f"{export_dir}: exported with export.quantization={scheme or 'null'}, the conf says {cfg.export.quantization or 'null'}: "
-            "`python launch/export.py conf=<name>` with the same word exports again"
+            f"{export_dir}: exported with export.quantization={there}, the conf says {said}: measure what is there with "
+            f"`{command('evaluate', 'export.quantization=' + there)}`, or export anew with `{command('export')}`"
         )
     if not prompts:
         raise UserError("data.prompts: no prompt for the split 'heldout', which is what is measured; add some, or give some meta.split")

@@ -34,4 +34,4 @@ def run(cfg: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, "target", "head", "data", "train")

@@ -9,6 +9,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from data.commands import command
 from data.errors import UserError
 from data.target import resolve
 from eval.doctor import diagnose, show
@@ -24,7 +25,7 @@ def run(cfg: RunConfig) -> None:
     count = number(own.get("sample", "4"), "sample", "sequences", 1)
     step, target_dir = latest(Path(cfg.run_dir)), resolve(cfg.target, ROOT)
     if step is None:
-        raise UserError(f"{cfg.run_dir}: no checkpoint yet; train with `python launch/train.py conf=<name>`")
+        raise UserError(f"{cfg.run_dir}: no checkpoint yet; train with `{command('train')}`")
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, "cpu")
     sys.exit(show(*diagnose(cfg, head, target_dir, count)))
 

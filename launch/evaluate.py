@@ -15,9 +15,9 @@ from train.config import ROOT, RunConfig, main
 
 def run(cfg: RunConfig) -> None:
     given, _ = split_sources(cfg.data.prompts)  # what the target wrote is for training
-    prompts = select(read_prompts(given, None, ROOT, cfg.data.prompt_chars), "heldout", cfg.eval.limit)
+    prompts = select(read_prompts(given, ROOT, cfg.data.prompt_chars), "heldout", cfg.eval.limit)
     evaluate(cfg, resolve(cfg.target, ROOT), prompts, load_head)
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, "target", "head", "data", "eval", "export")

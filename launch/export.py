@@ -8,6 +8,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from data.files import bytes_text
 from data.target import resolve
 from eval.export import check_fingerprint, export_head, read_export, trained_head
 from train.checkpoint import load_head, trained
@@ -25,8 +26,8 @@ def export(cfg: RunConfig) -> None:
     out = export_head(head, head.frozen, target_dir, run_dir / "export" / "vllm", **about, quantization=cfg.export.quantization)
     print(f"export: {step.name} -> {out}")
     if said := read_export(out).get("quantization"):
-        print(f"export: {said['scheme']}, {said['bytes'] / 1e6:.1f} MB instead of {said['bytes_without'] / 1e6:.1f}")
+        print(f"export: {said['scheme']}, {bytes_text(said['bytes'])} instead of {bytes_text(said['bytes_without'])}")
 
 
 if __name__ == "__main__":
-    main(export)
+    main(export, "target", "head", "export", "eval")

@@ -23,4 +23,4 @@ def run(cfg: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, "target", "data")

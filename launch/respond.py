@@ -19,10 +19,10 @@ word = take("part").get("part")
 
 
 def run(cfg: RunConfig) -> None:
-    part, target_dir = Part.of_process(os.environ, word), resolve(cfg.target, ROOT)
+    part, target_dir, left_out = Part.of_process(os.environ, word), resolve(cfg.target, ROOT), []
     tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
-    ask(cfg, target_dir, tokenizer, read_with_own(cfg, target_dir, tokenizer, ROOT, part), part)
+    ask(cfg, target_dir, tokenizer, read_with_own(cfg, target_dir, tokenizer, ROOT, left_out, part), left_out, part)
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, "target", "data")

@@ -23,7 +23,7 @@ def run(cfg: RunConfig) -> None:
     whole = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_ARRAY_")}  # its tasks may run a conf each
     for stage in inputs.stages(cfg):  # each its own process, so that its memory is given back
         starter = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split() if stage == "train" and gpus > 1 else []
-        words = [*starter, os.path.relpath(ROOT / "launch" / f"{stage}.py"), *sys.argv[1:]]
+        words = [*starter, os.path.relpath(ROOT / "launch" / f"{stage}.py"), *sys.argv[1:], *["plan=false"] * (stage == "train")]
         print(f"\n== {stage}: python {shlex.join(words)}", flush=True)
         began, child = time.monotonic(), subprocess.Popen([sys.executable, *words], env=whole)
         for sign in (signal.SIGINT, signal.SIGTERM):  # the stage ends in its own way, then we do

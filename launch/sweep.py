@@ -10,22 +10,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data.errors import UserError
 from eval import sweep
+from train.config import guard
+from train.usage import usage
 from train.words import take
 
 
 def main() -> None:
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
-        print(__doc__)
-        return
+        return print(usage(__doc__, ()))
     own = take("untrained", "out")
-    try:
-        runs = sweep.plan(sys.argv[1:], own.get("untrained", "false") == "true")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    runs = sweep.plan(sys.argv[1:], own.get("untrained", "false") == "true")
     failed = sweep.run_all(ROOT, runs)
     rows = sweep.table(ROOT / "runs", [name for name, _ in runs], failed)
     command = f"python launch/sweep.py {shlex.join(words)}"
@@ -34,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    guard(main)

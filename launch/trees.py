@@ -24,7 +24,7 @@ def run(cfg: RunConfig) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, device)
     given, _ = split_sources(cfg.data.prompts)
-    prompts = read_prompts(given, None, ROOT, cfg.data.prompt_chars)
+    prompts = read_prompts(given, ROOT, cfg.data.prompt_chars)
     heldout, training = select(prompts, "heldout", cfg.eval.limit), select(prompts, "train", SHAPED_ON)
     show(compare(cfg, head, target_dir, heldout, training, device) | {"checkpoint": step.name}, run_dir)
 

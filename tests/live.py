@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data.capture
 import data.engine
-from data.answers import mask_of
+from data.answers import mask_of, write_asked
 from data.forward import Forward
-from data.identity import identity
+from data.identity import asks, identity
 from data.online import Answers
 from data.part import WHOLE, Part
 from data.store import StoreWriter
@@ -43,6 +43,7 @@ def make_answers(target: Path, folder: Path) -> Path:
                 answer = {"id": f"{split}{i}#0", "prompt_ids": ids[:prompt], "response_ids": ids[prompt:], "finish_reason": "stop"}
                 f.write(json.dumps(answer) + "\n")
         (folder / f"{split}.meta.json").write_text(json.dumps(maker))
+        write_asked(folder / f"{split}.jsonl", asks(load(["conf=tiny_eagle3"]).data, split), [f"{split}{i}#0" for i in range(len(lengths))])
     return folder
 
 

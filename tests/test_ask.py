@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from test_chat import CHATML, tokenizer_for
 
 from data import ask as ask_module
 from data import engine, masks
-from data.answers import Request, mask_of, read_answers, runs, spans_of
+from data.answers import Request, asked_answers, collect, mask_of, read_answers, runs, spans_of
 from data.ask import take_given
+from data.identity import unfinished
 from data.record import ChatRecord
 from data.store import Store
 from train.config import DataConfig, TargetConfig
@@ -37,7 +39,7 @@ def test_a_mask_and_its_spans_say_the_same():
 def test_given_answers_supervise_each_assistant_turn_up_to_the_last(tmp_path, capsys):
     tokenizer, out = tokenizer_for(CHATML), tmp_path / "train.jsonl"
     records = [chat("a", *THREE), chat("no answer", "Hi"), chat("b", "blue", "blue light")]
-    take_given(tokenizer, records, out, {"answers": "given"})
+    take_given(tokenizer, records, out, {"answers": "given"}, {})
     answers = {a["id"]: a for a in read_answers(out)[0]}
     assert list(answers) == ["a#0", "b#0"] and not list(tmp_path.glob("*.tmp"))
     ids, mask = masks.cut(answers["a#0"], 1000)
@@ -49,16 +51,16 @@ def test_given_answers_supervise_each_assistant_turn_up_to_the_last(tmp_path, ca
     left_out = json.loads((tmp_path / "train.quarantine.jsonl").read_text())
     assert left_out["id"] == "no answer" and "no supervised token" in left_out["reason"]
     assert "1 of 3 conversations left out" in capsys.readouterr().out
-    take_given(tokenizer, records[:1], out, {"answers": "given"})  # made anew from what there is now
+    take_given(tokenizer, records[:1], out, {"answers": "given"}, {})  # made anew from what there is now
     assert len(read_answers(out)[0]) == 1 and not (tmp_path / "train.quarantine.jsonl").exists()
-    refused(lambda: take_given(tokenizer, records, out, {"answers": "other"}), "answers", "given", "data.responses")
-    refused(lambda: take_given(tokenizer, records[1:2], tmp_path / "none.jsonl", {}), "data.answers=given: none of 1", "no answer")
+    refused(lambda: take_given(tokenizer, records, out, {"answers": "other"}, {}), "answers", "given", "data.responses")
+    refused(lambda: take_given(tokenizer, records[1:2], tmp_path / "none.jsonl", {}, {}), "data.answers=given: none of 1", "no answer")
     assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_a_store_of_given_answers_has_their_masks(tmp_path):
     tokenizer, out = tokenizer_for(CHATML), tmp_path / "train.jsonl"
-    take_given(tokenizer, [chat("a", *THREE), chat("b", "blue", "blue light")], out, {})
+    take_given(tokenizer, [chat("a", *THREE), chat("b", "blue", "blue light")], out, {}, {})
     settings = {"responses": out, "store_dir": tmp_path / "store", "taps": (), "last": "none", "cap_gb": 1.0}
     manifest = {**store_manifest((), 64), "last": "none"}
     longest = spans_of(read_answers(out)[0][0], 1000)[1][0] + 1  # cuts the second answer of the first conversation
@@ -71,6 +73,73 @@ def test_a_store_of_given_answers_has_their_masks(tmp_path):
         assert (ids.tolist(), mask.tolist()) == masks.cut(answer, longest)
     assert store.manifest["supervised_tokens"] == sum(sum(masks.cut(a, longest)[1]) for a in read_answers(out)[0])
     assert torch.equal(torch.tensor(store.first_labels), torch.tensor([len(a["prompt_ids"]) for a in read_answers(out)[0]]))
+
+
+def sampled(folder: Path, names: str, samples: int = 1, limit: int | None = None) -> list[str]:
+    """Has `names` answered in the file, as `respond` does, with words for an engine. Returns what was sampled."""
+    out, todo = folder / "train.jsonl", []
+
+    def sample(items: list[dict]) -> dict:
+        with out.open("a") as f:
+            for item in items:
+                todo.append(item["id"])
+                f.write(json.dumps({**item, "response_ids": [7, 8], "finish_reason": "stop"}) + "\n")
+        return {"seconds": 1.0, "generated_tokens": 2 * len(items)}
+
+    records = [{"id": name, "prompt_ids": [ord(name)]} for name in names]
+    collect(records=records, out_path=out, samples=samples, longest=99, meta={}, asks={"limit": limit}, sample=sample)
+    return todo
+
+
+def test_answers_stay_and_those_that_are_asked_for_now_count(tmp_path, capsys):
+    """Fewer, more, others, more of each, and the first again: only what is missing is sampled, and never the sum of all is taken."""
+    turns = [("abcd", 1, "abcd"), ("ab", 1, ""), ("abcde", 1, "e"), ("xy", 1, "xy"), ("ab", 2, "ab"), ("abcd", 1, "")]
+    there: set[str] = set()
+    for names, samples, new in turns:
+        assert [name[0] for name in sampled(tmp_path, names, samples)] == list(new)
+        wanted = {f"{name}#{s}" for name in names for s in range(samples)}
+        there |= wanted
+        chosen, others = asked_answers(tmp_path / "train.jsonl")
+        assert {answer["id"] for answer in chosen} == wanted and others == len(there) - len(wanted)
+        said = capsys.readouterr().out
+        assert f"{len(new)} answers to sample, {len(wanted) - len(new)} already in" in said
+        assert (f", and {others} to other prompts, which stay" in said) == bool(others)
+        assert f"respond: {len(wanted)} answers, " in said
+    assert not unfinished(tmp_path / "train.jsonl").exists()
+
+
+def capture_tokens(folder: Path) -> Store:
+    settings = {"responses": folder / "train.jsonl", "store_dir": folder / "store", "taps": (), "last": "none", "cap_gb": 1.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "spec", lambda _: type("Spec", (), {"hidden_size": 64, "num_layers": 2}))
+        manifest = {**store_manifest((), 64), "last": "none"}
+        engine.capture(target_dir=folder, target_cfg=TargetConfig(), max_length=99, manifest=manifest, **settings)
+    return Store(folder / "store")
+
+
+def test_a_store_holds_what_is_asked_for_and_refuses_to_be_more(tmp_path, capsys):
+    sampled(tmp_path, "abcd")
+    sampled(tmp_path, "ab")
+    assert capture_tokens(tmp_path).ids == ["a#0", "b#0"]
+    assert "2 answers in" in (said := capsys.readouterr().out) and "that this conf does not name; they stay" in said
+    sampled(tmp_path, "abc")
+    assert capture_tokens(tmp_path).ids == ["a#0", "b#0", "c#0"]
+    sampled(tmp_path, "ab")
+    refused(lambda: capture_tokens(tmp_path), "1 sequences in it, c#0 the first", "data.store")
+
+
+def test_what_is_refused_leaves_the_list_of_bad_prompts_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(ask_module, "respond", lambda **_: None)
+    monkeypatch.setattr(ask_module, "identity", lambda *_: {"target": {}})
+    prompts = [chat("a", "Hi"), chat("b", "Why?", split="heldout")]
+    cfg = Cfg(DataConfig(responses=str(tmp_path)))
+    ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts, [{"line": 1}])
+    kept = (tmp_path / "quarantine.jsonl").read_text()
+    assert json.loads(kept) == {"line": 1}
+    refused(lambda: ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts[:1], []), "no prompt for the split 'heldout'")
+    cfg.data.sampling.temperature = 0.1
+    refused(lambda: ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts, []), "other settings")
+    assert (tmp_path / "quarantine.jsonl").read_text() == kept
 
 
 @dataclass
@@ -87,10 +156,10 @@ def test_held_out_answers_are_always_the_targets_own(answers, tmp_path, monkeypa
     prompts = [chat("a", *THREE), chat("b", "blue", "blue light", split="heldout"), chat("c", "sky", "blue", split="heldout")]
     cfg = Cfg(DataConfig(responses=str(tmp_path), answers=answers, limit=5, heldout_limit=1))
     cfg.data.sampling.samples = 3
-    ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts)
+    ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts, [])
     assert set(called) == {"train", "heldout"} - ({"train"} if answers == "given" else set())
     assert [r["id"] for r in called["heldout"].records] == ["b"] and called["heldout"].sampling["samples"] == 1
     assert (tmp_path / "train.jsonl").is_file() == (answers == "given")
     if answers == "target":
         assert called["train"].sampling["samples"] == 3 and called["train"].records[0]["prompt_ids"]
-    refused(lambda: ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts[:1]), "no prompt for the split 'heldout'")
+    refused(lambda: ask_module.ask(cfg, tmp_path, tokenizer_for(CHATML), prompts[:1], []), "no prompt for the split 'heldout'")

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import refused
 
 from data.errors import UserError
-from tests.toy import ToyHead, make_config, make_store, read_metrics, train
+from data.manifest import IDENTITY
+from data.store import StoreWriter
+from tests.toy import SIZE, ToyHead, make_config, make_store, read_metrics, train
 from train import checkpoint
 
 TIMING = ("tokens_per_second", "data_wait", "seconds_left", "peak_memory_gb")
@@ -91,6 +94,7 @@ def spoil_latest(run_dir: Path) -> None:
         (spoil_latest, {}, ["latest names step-000077", "step-000002"]),
         (None, {"optim.lr": 0.5}, ["belongs to another run: optim.lr was 0.05, is 0.5."]),
         (None, {"train.micro_tokens": 99}, ["train.micro_tokens was 40, is 99"]),
+        (None, {"data.states": "online"}, ["data.states was store, is online"]),
         (None, {"data.max_length": 9}, ["data.max_length was 4096, is 9"]),
     ],
 )
@@ -101,6 +105,35 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, store: Path, spoil: A
     with pytest.raises(UserError) as error:
         train(make_config(tmp_path, store, **{"train.steps": 4}, **settings))
     assert all(part in str(error.value) for part in parts), error.value
+
+
+@pytest.mark.parametrize("change", ["grown", "another order", "as long"])
+def test_a_store_that_is_another_than_at_the_start_is_refused(tmp_path: Path, change: str) -> None:
+    store = make_store(tmp_path / "store")
+    train(make_config(tmp_path / "run", store, **{"train.steps": 2}))
+    train(make_config(tmp_path / "run", store, **{"train.steps": 3}))
+    path = store / "manifest.json"
+    manifest = json.loads(path.read_text())
+    shard = manifest["shards"][0]
+    if change == "grown":
+        with StoreWriter(store, {key: value for key, value in manifest.items() if key in IDENTITY}) as writer:
+            writer.add("s40", torch.arange(6), torch.arange(6) > 2, None, torch.randn(6, SIZE))
+    else:
+        pair = shard["ids"] if change == "another order" else shard["first_labels"]
+        pair[0], pair[1] = pair[1], pair[0]
+        path.write_text(json.dumps(manifest))
+    said = "now holds 41 sequences" if change == "grown" else "(others, or in another order)"
+    words = [said, "was trained on 40 sequences with 271 supervised", f"data.store={store}", f"train.init={tmp_path}/run", "name=toy-2"]
+    refused(lambda: train(make_config(tmp_path / "run", store, **{"train.steps": 4})), *words)
+    train(make_config(tmp_path / "run-2", store, **{"train.steps": 1}))
+
+
+def test_a_finished_run_says_so_and_takes_no_step(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = make_config(tmp_path, store, **{"train.steps": 2})
+    train(cfg)
+    capsys.readouterr()
+    train(cfg)
+    assert capsys.readouterr().out == f"all 2 steps are done: {tmp_path}\n"
 
 
 def test_no_head_file_is_a_user_error(tmp_path: Path) -> None:

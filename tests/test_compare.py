@@ -54,7 +54,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     target = build_tiny(folder / "target")
     cfg = load(["conf=tiny_medusa", f"target.model={target}", f"run_dir={folder}/run", "eval.k=[2,6]", "eval.max_tokens=20"])
-    prompts = select(read_prompts(cfg.data.prompts, None, ROOT, cfg.data.prompt_chars), "heldout", 2)
+    prompts = select(read_prompts(cfg.data.prompts, ROOT, cfg.data.prompt_chars), "heldout", 2)
     return folder, cfg, target, prompts, trained(cfg, target, prompts, 60)
 
 

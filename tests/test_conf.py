@@ -93,6 +93,20 @@ def test_command_line_wins_over_the_conf_and_the_conf_over_its_groups():
     assert cfg.eval.limit == 4 and cfg.eval.k == 3  # the first from the conf, the second from eval/cpu
 
 
+@pytest.mark.parametrize("name", CONFS)
+def test_another_optimizer_learns_at_its_own_rate(name):
+    """A conf states AdamW's rate, on which Muon would learn nothing."""
+    own = yaml.safe_load((ROOT / "conf" / "optim" / "muon.yaml").read_text())["lr"]
+    assert load([f"conf={name}", "optim=muon"]).optim.lr == own
+    adamw = load([f"conf={name}", "optim=wsd"]).optim
+    assert adamw.lr == adamw.adam_lr < own
+
+
+@pytest.mark.parametrize("optim", choices("optim"))
+def test_a_rate_on_the_command_line_is_taken_by_every_optimizer(optim):
+    assert load(["conf=tiny_mtp", f"optim={optim}", "optim.lr=0.123"]).optim.lr == 0.123
+
+
 def test_another_name_keeps_the_store():
     """So that runs with other learning rates train on the same hidden states."""
     first, second = load(["conf=smollm_eagle3"]), load(["conf=smollm_eagle3", "name=lr2"])

@@ -73,7 +73,18 @@ def test_the_yaml_of_a_config_says_the_same(conf_dir: Path) -> None:
         (["conf=one", "dry_run=maybe"], ["dry_run", "'maybe'", "bool"]),
         (["conf=unset"], ["data.responses has no value"]),
         (["conf=broken"], ["broken.yaml", "line 2"]),
-        (["conf=one", "train.steps"], ["'train.steps'"]),
+        (["conf=one", "train.steps"], ["train.steps: no key=value", "did you mean train.steps=<value>?"]),
+        (["conf=one", "train.steps", "5"], ["did you mean train.steps=5?"]),
+        (["conf=one", "train.steps", "=", "5"], ["did you mean train.steps=5?"]),
+        (["conf=one", "train.steps=", "5"], ["did you mean train.steps=5?"]),
+        (["conf=one", "train.steps", "=5"], ["did you mean train.steps=5?"]),
+        (["train.steps", "conf=one"], ["did you mean train.steps=<value>?"]),
+        (["conf=one", "optim.betas=[0.8,", "0.9]"], ["did you mean optim.betas=[0.8,0.9]?"]),
+        (["one"], ["did you mean conf=one?"]),
+        (["conf", "one"], ["did you mean conf=one?"]),
+        (["conf=unste"], ["did you mean conf=unset?"]),
+        (["conf=one", "data.prompts=mine.jsonl"], ["data.prompts is a list: data.prompts=[mine.jsonl]"]),
+        (["conf=one", "optim.betas=0.9"], ["optim.betas is a list: optim.betas=[0.9]"]),
         (["conf=one", "--local_rank=0"], ["unknown flag --local_rank=0"]),
         (["conf=one", "train.steps=0"], ["train.steps=0", "1 or more"]),
         (["conf=one", "optim.schedule=linear"], ["optim.schedule=linear", "cosine, wsd, constant"]),
@@ -104,7 +115,7 @@ def test_a_user_error_ends_with_2_and_no_traceback(tmp_path: Path) -> None:
 
 def test_help_lists_the_confs(tmp_path: Path) -> None:
     done = run_train("--help", cwd=tmp_path)
-    assert done.returncode == 0 and "usage: train.py conf=<name>" in done.stdout
+    assert done.returncode == 0 and "launch/train.py conf=<name>" in done.stdout and "train.steps=1000" in done.stdout
     assert all(path.stem in done.stdout for path in (ROOT / "conf/conf").glob("*.yaml"))
 
 

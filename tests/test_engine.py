@@ -56,7 +56,7 @@ def prompts(n: int, length: int = 12) -> list[dict[str, Any]]:
 
 def answer(target: Path, out: Path, records: list[dict[str, Any]], cut_loops: int = 0, **sampling: Any) -> dict[str, Any]:
     request = {"target_dir": target, "target_cfg": config(target), "records": records, "out_path": out, "batch_size": 4}
-    return respond(Request(**request, sampling={**SAMPLING, **sampling}, cut_loops=cut_loops, meta={"target": "tiny"}))
+    return respond(Request(**request, sampling={**SAMPLING, **sampling}, cut_loops=cut_loops, meta={"target": "tiny"}, asks={}))
 
 
 def write_responses(path: Path, n: int, prompt: int, response: int) -> Path:

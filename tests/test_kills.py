@@ -98,7 +98,7 @@ def sample(todo: list[dict[str, Any]], out: Path) -> dict[str, Any]:
 def respond(folder: Path, part: Part = WHOLE) -> None:
     records = [{"id": f"r{i}", "messages": [], "meta": {}, "prompt_ids": [i], "seed": 0} for i in range(100)]
     target = TargetConfig(model="tiny", max_model_len=30)
-    collect(Request(folder, target, records, folder / "train.jsonl", {"samples": 2}, 4, 0, {"target": "t"}, part), sample)
+    collect(Request(folder, target, records, folder / "train.jsonl", {"samples": 2}, 4, 0, {"target": "t"}, {}, part), sample)
 
 
 class Case:

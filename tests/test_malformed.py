@@ -100,8 +100,8 @@ def good(i: int) -> dict[str, Any]:
 
 def check(folder: Path, source: str, rows: int, wanted: int, place: Callable[[int], tuple[str, int]]) -> int:
     """Reads `rows` damaged rows, each with a good one before it, and says how many were unusable. place: file and line of a damaged one."""
-    records = read_prompts([source], folder / "bad.jsonl", folder)
-    bad = [json.loads(line) for line in (folder / "bad.jsonl").read_text().splitlines()]
+    bad: list[dict[str, Any]] = []
+    records = read_prompts([source], folder, left_out=bad)
     assert [r.id for r in records if r.id.startswith("good")] == [f"good{i}" for i in range(wanted)]
     assert len(records) + len(bad) == rows + wanted, "a row is gone"
     where = {place(i) for i in range(rows)}
@@ -145,8 +145,8 @@ def test_damaged_lines_of_plain_text(tmp_path):
         for i in range(rows):
             junk = bytes(rng.choice([*range(1, 10), *range(14, 256)]) for _ in range(rng.randint(1, 40)))
             f.write(f"What is {i}?\n".encode() + junk.replace(b"\n", b" ") + b"\xfe\n")
-    records = read_prompts(["p.txt"], tmp_path / "bad.jsonl", tmp_path)
-    bad = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    bad: list[dict[str, Any]] = []
+    records = read_prompts(["p.txt"], tmp_path, left_out=bad)
     assert [r.messages[0]["content"] for r in records] == [f"What is {i}?" for i in range(rows)]
     assert [(line["file"], line["line"]) for line in bad] == [("p.txt", 2 * i + 2) for i in range(rows)]
     assert all("UTF-8" in line["reason"] for line in bad) and rows >= DAMAGED

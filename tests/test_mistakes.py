@@ -17,7 +17,7 @@ import torch
 from conftest import SPEC, head_confs, refused
 from toy import make_config, make_store, train
 
-from data.answers import read_answers
+from data.answers import read_answers, write_asked
 from data.builtin import build_tiny
 from data.chat import all_prompt_ids, load_tokenizer
 from data.files import read_object
@@ -128,7 +128,7 @@ def test_an_id_that_the_hub_would_not_allow(tmp_path):
 def test_a_damaged_folder_of_save_to_disk_is_refused(tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "state.json").write_text("{}")
-    refused(lambda: read_prompts(["saved"], None, tmp_path), "saved", "save it again")
+    refused(lambda: read_prompts(["saved"], tmp_path), "saved", "save it again")
 
 
 def test_a_record_that_the_template_refuses_stops_the_others_only_where_there_is_none(tmp_path, capsys):
@@ -157,12 +157,16 @@ def test_answers_that_are_none_or_twice_are_refused(tmp_path):
 def test_answers_whose_sampling_was_stopped_are_not_captured(tmp_path):
     path = write_answers(tmp_path / "train.jsonl", ANSWER)
     path.with_suffix(".meta.json").write_text("{}")
-    check_responses(path, {})
+    refused(lambda: check_responses(path, {}, {}), "nothing beside it says what was asked for", "launch/respond.py")
+    write_asked(path, {"limit": 8, "sampling": {"samples": 1}}, ["a#0"])
+    check_responses(path, {}, {"limit": 8, "sampling": {"samples": 1}})
+    now = {"limit": 4, "sampling": {"samples": 2}}
+    refused(lambda: check_responses(path, {}, now), "data.limit was 8, is 4; data.sampling.samples was 1, is 2", "launch/respond.py")
     unfinished(path).touch()
-    refused(lambda: check_responses(path, {}), "launch/respond.py", ".unfinished")
+    refused(lambda: check_responses(path, {}, now), "launch/respond.py", ".unfinished")
     unfinished(path).unlink()
     path.with_suffix(".meta.json").write_text("{oops")
-    refused(lambda: check_responses(path, {}), "train.meta.json:1", "launch/respond.py")
+    refused(lambda: check_responses(path, {}, {}), "train.meta.json:1", "launch/respond.py")
 
 
 def test_one_writer_per_folder_and_a_kill_lets_go(tmp_path):

@@ -185,7 +185,7 @@ def request(folder: Path, part: Part = WHOLE, n: int = 7, samples: int = 2) -> R
     records = [{"id": f"r{i}", "messages": [], "meta": {}, "prompt_ids": [5] * (i % 20 + 1), "seed": 0} for i in range(n)]
     records[3]["prompt_ids"] = [5] * 40  # leaves no room
     cfg = TargetConfig(model="tiny", max_model_len=30)
-    return Request(folder, cfg, records, folder / "train.jsonl", {"samples": samples}, 4, 0, {"target": "t"}, part)
+    return Request(folder, cfg, records, folder / "train.jsonl", {"samples": samples}, 4, 0, {"target": "t"}, {}, part)
 
 
 def answer_some(todo: list[dict[str, Any]], out: Path, most: int = 1000) -> dict[str, Any]:
@@ -210,7 +210,13 @@ def test_the_answers_of_several_are_those_of_one_in_the_order_of_the_records(par
         collect(request(tmp_path, part), answer_some)
     assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ASKED
     assert [json.loads(line)["id"] for line in (tmp_path / "train.quarantine.jsonl").read_text().splitlines()] == ["r3"]
-    assert {path.name for path in tmp_path.iterdir()} == {"train.jsonl", "train.meta.json", "train.quarantine.jsonl", ".turn"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "train.jsonl",
+        "train.meta.json",
+        "train.asked.json",
+        "train.quarantine.jsonl",
+        ".turn",
+    }
     assert "the last of the" in capsys.readouterr().out
     before = (tmp_path / "train.jsonl").read_bytes()
     collect(request(tmp_path), answer_some)

@@ -5,16 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SPEC, batch_of, head_confs, ready
+from conftest import SPEC, batch_of, head_confs, ready, refused
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads
+from data.answers import write_asked
+from data.commands import GIVEN, remember
 from data.errors import UserError
+from data.identity import asks
 from data.store import StoreWriter
 from data.target import spec_from_config
 from heads.base import Batch, Frozen
 from train import inputs, plan
-from train.config import load
+from train.config import ROOT, choices, load
+from train.plan_table import show
 
 
 @pytest.fixture
@@ -122,6 +126,38 @@ def test_tokens_are_bounded_then_reckoned_then_counted(cfg, tmp_path):
     assert plan.count_tokens(cfg, "train") == plan.Tokens(14, 12, "store")
 
 
+def test_answers_to_other_prompts_are_not_counted(cfg, tmp_path):
+    folder = tmp_path / "responses"
+    answers(folder, "train", [(10, 20)] * 4 + [(100, 100)] * 20)
+    cfg.data.limit = 4
+    write_asked(folder / "train.jsonl", asks(cfg.data, "train"), [f"{i}#0" for i in range(4)])
+    assert plan.count_tokens(cfg, "train") == plan.Tokens(4 * 30, 4 * 20, "answers")
+
+
+def test_a_document_over_the_budget_is_a_batch_by_itself(cfg, capsys):
+    whole = planned(cfg)
+    cfg.train.micro_tokens = 16
+    found = planned(cfg, 2)
+    assert found.tokens_per_step == 2 * cfg.data.max_length and not whole.over_budget
+    show(found)
+    cfg.train.micro_tokens = cfg.data.max_length
+    assert found.memory == planned(cfg, 2).memory
+    assert (
+        "of up to 512 tokens: at most" in (said := " ".join(capsys.readouterr().out.replace("│", " ").split()))
+        and "train.micro_tokens" in said
+    )
+
+
+def test_the_documented_window_fits_every_large_conf_on_eight_gpus():
+    line = next(x for x in (ROOT / "docs" / "data.md").read_text().splitlines() if "launch/train.py" in x and "data.window_gb" in x)
+    words = [word for word in line.split() if "=" in word and not word.startswith("conf=")]
+    for name in (name for name in choices("conf") if name.startswith("llama")):
+        assert planned(load([f"conf={name}", *words]), 8).window_gb == 200
+    without = load(["conf=llama70b_mtp", *(word for word in words if "save_every" not in word)])
+    whole = "or data.window_gb=null, for all of the training's states take 671.29 GB"  # a window of more would help nobody
+    refused(lambda: planned(without, 8), "on 8 GPUs", f"set train.save_every=178 or less, {whole}")
+
+
 def test_prompts_without_a_limit_are_counted_where_they_are_local_and_unknown_where_not(cfg):
     cfg.data.limit = None
     known = plan.count_tokens(cfg, "train")
@@ -157,8 +193,9 @@ def test_store_size_is_the_size_on_disk(cfg, tmp_path):
 
 
 def test_what_is_missing_is_named_with_the_commands_that_make_it(cfg, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["launch/train.py", "conf=tiny_eagle3", "train.steps=5", "dry_run=true"])
     monkeypatch.chdir(plan.ROOT)
+    monkeypatch.setenv(GIVEN, "")
+    remember(["conf=tiny_eagle3", "train.steps=5", "dry_run=true"])
     respond, capture = (f"python launch/{stage}.py conf=tiny_eagle3 train.steps=5" for stage in ("respond", "capture"))
     with pytest.raises(UserError) as caught:
         inputs.require_inputs(cfg)

@@ -26,11 +26,12 @@ def write_lines(path: Path, *rows: object) -> Path:
 
 
 def read(tmp_path: Path, *rows: object) -> tuple[list[ChatRecord], list[dict]]:
-    """Records and quarantined lines of a file with `rows`, behind one good record that keeps an all-bad file from being an error."""
+    """Records and left out lines of a file with `rows`, behind one good record that keeps an all-bad file from being an error."""
     write_lines(tmp_path / "p.jsonl", {"id": "good", "messages": [{"role": "user", "content": "A good one."}]}, *rows)
-    records = read_prompts(["p.jsonl"], tmp_path / "bad.jsonl", tmp_path)
+    bad: list[dict] = []
+    records = read_prompts(["p.jsonl"], tmp_path, left_out=bad)
     assert records[0].id == "good"
-    return records[1:], [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    return records[1:], bad
 
 
 def test_a_record_keeps_its_fields_and_gets_defaults(tmp_path):
@@ -114,20 +115,13 @@ def test_unusable_line_is_quarantined_with_place_and_reason(case, tmp_path, caps
     assert len(bad) == 1 and bad[0]["file"] == "p.jsonl" and bad[0]["line"] == 3 and reason in bad[0]["reason"]
     assert bad[0]["text"]
     said = capsys.readouterr().err
-    assert "1 of 2 prompt records left out" in said and "p.jsonl:3: " in said and "bad.jsonl" in said
+    assert "1 of 2 prompt records left out" in said and "p.jsonl:3: " in said
 
 
-def test_only_bad_lines_are_an_error_and_still_quarantined(tmp_path):
+def test_only_bad_lines_are_an_error(tmp_path):
     write_lines(tmp_path / "p.jsonl", "nonsense", {"messages": []})
     with pytest.raises(UserError, match=r"none of the 2 .* p.jsonl:1: malformed"):
-        read_prompts(["p.jsonl"], tmp_path / "q" / "bad.jsonl", tmp_path)
-    assert len((tmp_path / "q" / "bad.jsonl").read_text().splitlines()) == 2
-
-
-def test_the_quarantine_file_is_replaced_whole(tmp_path):
-    read(tmp_path, "nonsense")
-    _, bad = read(tmp_path, {"messages": [USER]})
-    assert bad == [] and not list(tmp_path.glob("*.tmp"))
+        read_prompts(["p.jsonl"], tmp_path)
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):
@@ -141,19 +135,19 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     rows = [{"id": "b", "messages": [*ask("b?"), USER | {"name": "x"}, REPLY], "meta": {"category": "k"}}, {"id": "none", "messages": None}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "b.parquet")
     (folder / "notes.txt").write_text("not read")
-    records = read_prompts(["set"], tmp_path / "bad.jsonl", tmp_path)
+    bad: list[dict] = []
+    records = read_prompts(["set"], tmp_path, left_out=bad)
     assert [r.id for r in records] == ["a", "b", "c"]
     assert records[1].messages == [*ask("b?"), USER | {"name": "x"}, REPLY]  # the null name that Parquet gives the reply is gone
-    bad = json.loads((tmp_path / "bad.jsonl").read_text())
-    assert bad["file"] == "set/b.parquet" and bad["line"] == 2
+    assert [(row["file"], row["line"]) for row in bad] == [("set/b.parquet", 2)]
 
 
 def test_each_line_of_a_plain_text_is_a_question(tmp_path):
     (tmp_path / "p.txt").write_bytes("\ufeffWhy is it blue?\n\n  Çay?  \r\n".encode() + b"bad \xff\nlast")
-    records = read_prompts(["2*p.txt"], tmp_path / "bad.jsonl", tmp_path)
+    bad: list = []
+    records = read_prompts(["2*p.txt"], tmp_path, left_out=bad)
     assert [r.messages for r in records] == [ask("Why is it blue?"), ask("Çay?"), ask("last")]
-    bad = json.loads((tmp_path / "bad.jsonl").read_text())
-    assert bad["line"] == 4 and "UTF-8" in bad["reason"]
+    assert [row["line"] for row in bad] == [4] and "UTF-8" in bad[0]["reason"]
 
 
 def test_saved_and_hub_data_sets_are_read(tmp_path, monkeypatch):
@@ -164,13 +158,13 @@ def test_saved_and_hub_data_sets_are_read(tmp_path, monkeypatch):
     data.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
     data.to_json(tmp_path / "hub" / "train.jsonl")
-    assert [r.id for r in read_prompts(["saved"], None, tmp_path)] == ["a", "b"]
-    assert [r.id for r in read_prompts(["both/train"], None, tmp_path)] == ["a", "b"]
-    assert [r.messages for r in read_prompts([f"hf:{tmp_path}/hub:train"], None, tmp_path)] == [[USER], [*ask("b?"), REPLY]]
+    assert [r.id for r in read_prompts(["saved"], tmp_path)] == ["a", "b"]
+    assert [r.id for r in read_prompts(["both/train"], tmp_path)] == ["a", "b"]
+    assert [r.messages for r in read_prompts([f"hf:{tmp_path}/hub:train"], tmp_path)] == [[USER], [*ask("b?"), REPLY]]
     with pytest.raises(UserError, match="splits test, train; name one: both/"):
-        read_prompts(["both"], None, tmp_path)
+        read_prompts(["both"], tmp_path)
     with pytest.raises(UserError, match="cannot load hf:"):
-        read_prompts([f"hf:{tmp_path}/hub:nosuch"], None, tmp_path)
+        read_prompts([f"hf:{tmp_path}/hub:nosuch"], tmp_path)
 
 
 def test_sources_that_are_not_there_or_not_known_are_errors(tmp_path):
@@ -186,7 +180,7 @@ def test_sources_that_are_not_there_or_not_known_are_errors(tmp_path):
         "blank.jsonl": "no prompts in .blank.jsonl",
     }.items():
         with pytest.raises(UserError, match=message):
-            read_prompts([source], None, tmp_path)
+            read_prompts([source], tmp_path)
 
 
 def records_of(counts: dict[str, int]) -> list[ChatRecord]:
@@ -207,7 +201,7 @@ def test_weights_are_the_shares_of_the_sources_until_one_has_no_more(tmp_path, c
         split = "heldout" if name == "held" else "train"
         rows = [{"id": f"{name}{i}", "messages": ask(f"{name} {i}?"), "meta": {"category": f"k{i % 2}", "split": split}} for i in range(n)]
         write_lines(tmp_path / f"{name}.jsonl", *rows)
-    records = read_prompts(["3*a.jsonl", "b.jsonl", "0.5*held.jsonl"], None, tmp_path)
+    records = read_prompts(["3*a.jsonl", "b.jsonl", "0.5*held.jsonl"], tmp_path)
     mix = [r.id for r in select(records, "train", 80)]
     assert sum(name[0] == "a" for name in mix) == 60
     assert all(2 <= sum(name[0] == "a" for name in mix[i : i + 4]) <= 4 for i in range(0, 80, 4))  # spread, not in blocks
@@ -218,23 +212,24 @@ def test_weights_are_the_shares_of_the_sources_until_one_has_no_more(tmp_path, c
     assert "the mix for train ends after" in (said := capsys.readouterr().err) and "3*a.jsonl has no more" in said
     assert [r.id for r in select(records, "heldout", None)] == ["held0"]  # a source without a record of the split is not in its mix
     with pytest.raises(UserError, match=r"0\*a.jsonl has the weight 0"):
-        read_prompts(["0*a.jsonl"], None, tmp_path)
+        read_prompts(["0*a.jsonl"], tmp_path)
 
 
 def test_of_records_that_ask_the_same_the_first_is_used(tmp_path):
     write_lines(tmp_path / "a.jsonl", {"id": "1", "messages": [USER, REPLY]}, {"id": "2", "messages": ask("Other?")})
     write_lines(tmp_path / "b.jsonl", {"id": "3", "messages": ask("why is the sky  blue?\n")}, {"id": "4", "messages": [USER, REPLY, USER]})
-    records = read_prompts(["a.jsonl", "b.jsonl"], tmp_path / "bad.jsonl", tmp_path)
+    bad: list[dict] = []
+    records = read_prompts(["a.jsonl", "b.jsonl"], tmp_path, left_out=bad)
     assert [r.id for r in records] == ["1", "2", "4"]
-    bad = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
     assert [(b["file"], b["line"], b["reason"]) for b in bad] == [("b.jsonl", 1, "asks the same as a.jsonl:1")]
 
 
 def test_questions_of_other_lengths_are_put_aside_with_the_key_that_says_so(tmp_path):
     write_lines(tmp_path / "p.jsonl", *({"id": f"{n}", "messages": [*ask("x" * n), REPLY]} for n in (3, 10, 20)))
-    records = read_prompts(["p.jsonl"], tmp_path / "bad.jsonl", tmp_path, (5, 10))
+    bad: list[dict] = []
+    records = read_prompts(["p.jsonl"], tmp_path, (5, 10), bad)
     assert [r.id for r in records] == ["10"]  # the answer does not count
-    reasons = [json.loads(line)["reason"] for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    reasons = [row["reason"] for row in bad]
     assert "in 3 characters, fewer than data.min_prompt_chars=5" in reasons[0] and "data.max_prompt_chars=10" in reasons[1]
 
 
@@ -283,9 +278,10 @@ def words(record: ChatRecord) -> set[str]:
     return set(re.findall(r"\w+", " ".join(m["content"] for m in record.messages if m["role"] == "user").casefold()))
 
 
-def test_the_committed_prompt_set_is_sound_and_its_heldout_part_is_unseen(tmp_path):
-    records = read_prompts(["data/promptset"], tmp_path / "bad.jsonl", ROOT)
-    assert (tmp_path / "bad.jsonl").read_text() == ""  # hence ids are unique
+def test_the_committed_prompt_set_is_sound_and_its_heldout_part_is_unseen():
+    bad: list[dict] = []
+    records = read_prompts(["data/promptset"], ROOT, left_out=bad)
+    assert bad == []  # hence ids are unique
     slices = {r.meta["category"] for r in records}
     assert len(records) >= 600 and len(slices) == 10 and {p.stem for p in (ROOT / "data/promptset").glob("*.jsonl")} == slices
     assert {(r.meta["category"], r.meta["split"]) for r in records} == {(s, p) for s in slices for p in ("train", "heldout")}

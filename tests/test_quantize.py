@@ -148,7 +148,7 @@ def test_the_report_says_what_rounding_costs():
     report = {"offline": offline, "methods": [{"method": "head", "k": 3, "concurrency": 1, "acceptance_length": 1.68}]}
     said = {"scheme": "int4", "bytes": 3_000_000, "bytes_without": 9_000_000}
     text = comparison(report | {"quantization": said})
-    assert "rounding costs 0.020" in text and "3.0 MB instead of 9.0" in text and "int4" in text
+    assert "rounding costs 0.020" in text and "3.00 MB instead of 9.00 MB" in text and "int4" in text
 
 
 def round_inputs(_module, inputs: tuple[torch.Tensor]) -> torch.Tensor:

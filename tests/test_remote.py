@@ -110,7 +110,7 @@ def ask(fake: Fake, out: Path, n: int = 4, tokenizer: Any = TOKENIZER, cut_loops
     (out.parent / "config.json").write_text('{"eos_token_id": 2}')
     request = {"target_dir": out.parent, "target_cfg": TargetConfig(model="tiny", max_model_len=60), "records": prompts(n, tokenizer)}
     request |= {"out_path": out, "sampling": SAMPLING | sampling, "batch_size": 3, "cut_loops": cut_loops, "meta": {"target": "tiny"}}
-    remote.respond(Request(**request), fake.url, tokenizer)
+    remote.respond(Request(**request, asks={}), fake.url, tokenizer)
     return {a["id"]: a for a in read_answers(out)[0]}
 
 

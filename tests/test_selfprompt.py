@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import refused
 
+from data import selfprompt
 from data.builtin import build_tiny
 from data.chat import load_tokenizer, user_prefix
 from data.errors import UserError
@@ -111,6 +113,19 @@ def test_how_many_must_be_said_once(sources):
         split_sources(sources)
 
 
+@pytest.mark.parametrize("prompts", ["[self:4]", "[{train},self:4]"])
+def test_without_held_out_prompts_of_another_hand_the_engine_is_not_started(prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(selfprompt, "invent", lambda *_: pytest.fail("the engine was started"))
+    train = tmp_path / "train.jsonl"
+    train.write_text(json.dumps({"messages": [{"role": "user", "content": "Why?"}], "meta": {"split": "train"}}) + "\n")
+    cfg = load(["conf=tiny_mtp", f"data.prompts={prompts.format(train=train)}", f"data.responses={tmp_path}"])
+    refused(
+        lambda: selfprompt.read_with_own(cfg, tmp_path, None, ROOT, []),
+        "data.prompts",
+        "'heldout'" if "{train}" in prompts else "[data/promptset,self:4]",
+    )
+
+
 def test_the_command_adds_them_to_the_training_prompts_alone(tmp_path):
     """respond with `self:<n>`, the engine's prompts being given: they are answered for training, and the held-out ones are as before."""
     target = build_tiny(tmp_path / "target")
@@ -124,7 +139,7 @@ def test_the_command_adds_them_to_the_training_prompts_alone(tmp_path):
     cfg = load(words)
     folder.mkdir()
     texts = ["What is a lighthouse?", "Write a poem about tea.", "Name three rivers.", "Sing a song of stone."]
-    like = select(read_prompts([str(given)], None, ROOT), "train", None)
+    like = select(read_prompts([str(given)], ROOT), "train", None)
     with drafts.open("w") as f:
         for i, text in enumerate(texts):
             asked = beginning(tokenizer, user_prefix(tokenizer), i, like[i])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from data.answers import write_asked
 from data.builtin import build_tiny
 from data.errors import UserError
 from data.identity import check_responses, identity
@@ -78,12 +79,13 @@ def test_only_the_targets_own_answers_are_captured(target, tmp_path):
     maker = identity(target, cfg.target)
     path.write_text('{"id": "a#0"}\n')
     with pytest.raises(UserError, match=r"no answers of the target here.*launch/respond\.py"):  # given answers have no maker beside them
-        check_responses(path, maker)
+        check_responses(path, maker, {})
     path.with_suffix(".meta.json").write_text(json.dumps({**maker, "sampling": {}}))
-    check_responses(path, maker)
+    write_asked(path, {}, [])
+    check_responses(path, maker, {})
     other = changed(target, tmp_path / "other", "config.json", rms_norm_eps=1e-3)
     with pytest.raises(UserError, match="written by another target .*fingerprint"):
-        check_responses(path, identity(other, cfg.target))
+        check_responses(path, identity(other, cfg.target), {})
 
 
 def test_documents_over_the_limit_are_said(target, tmp_path, capsys):

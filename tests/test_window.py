@@ -105,7 +105,7 @@ def test_the_head_is_that_of_the_whole_store_and_the_disk_stays_within_the_windo
     assert max(sizes) <= cfg.data.window_gb * 1e9 and full, "the capture had to wait"
     assert not list((tmp_path / "store" / "train").glob("shard-*")) and sum(sizes) > cfg.data.window_gb * 1e9
     said = capsys.readouterr().out
-    assert "a window of 0.00 GB, 1,029 bytes a token at most" in said and "of the disk are free" in said
+    assert "a window of 550.00 kB, 1,029 bytes a token at most" in said and "of the disk are free" in said
     assert "waiting for the training: it says which states it needs; none is running, start it with `python launch/train.py" in said
     assert "waiting for the capture: the states of train" in said and "; it is running" in said
 
@@ -272,8 +272,7 @@ def test_states_that_are_not_finite_end_the_capture(target, made, tmp_path):
 def test_a_window_too_small_for_what_lies_between_checkpoints_is_refused_with_what_would_do(target, made, tmp_path):
     cfg = windowed(target, made, tmp_path, "data.window_gb=0.0005")
     head = build(cfg.head, spec(target))
-    assert plan.window_sizes(cfg, head) is not None, "the capture knows no number of ranks"
-    refused(lambda: plan.window_sizes(cfg, head, 1), "data.window_gb=0.0005", "train.save_every=2 or less")
+    refused(lambda: plan.window_sizes(cfg, head), "data.window_gb=0.0005", "train.save_every=2 or less", "on 1 GPU,")
     cfg.train.save_every = 2
     assert plan.window_sizes(cfg, head, 1) is not None
     refused(lambda: plan.plan(cfg, spec(target), 2), "train.save_every=1 or less")
@@ -295,9 +294,10 @@ def test_settings_that_do_not_go_together_are_refused(target, made, tmp_path):
     cfg = load(["conf=tiny_pard", "data.window_gb=0.5"])
     refused(lambda: plan.window_sizes(cfg, build(cfg.head, spec(target))), "data.window_gb=0.5", "reads no states")
     refused(lambda: inputs.stages(windowed(target, made, tmp_path)), "side by side", "launch/capture.py")
-    bare = windowed(target, made, tmp_path)
+    more = "data.limit=48"  # than are answered so far
+    bare = windowed(target, made, tmp_path, more)
     refused(lambda: inputs.require_inputs(bare), "store/heldout (hidden states)", "launch/capture.py")
-    whole = plan.plan(config(target, made, tmp_path / "run", f"data.store={tmp_path}/store"), spec(target), 1).store_bytes
+    whole = plan.plan(config(target, made, tmp_path / "run", f"data.store={tmp_path}/store", more), spec(target), 1).store_bytes
     bare.data.window_gb, bare.train.save_every = 0.0004, 1
     bounded = plan.plan(bare, spec(target), 1).store_bytes
     assert whole and bounded and 4e5 < bounded < whole

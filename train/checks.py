@@ -73,7 +73,7 @@ def _check_optim(run: RunConfig, need: Callable[[str, Callable[[Any], bool], str
     need("optim.momentum", lambda v: 0 <= v < 1, "in [0, 1)")
     need("optim.clip", lambda v: v >= 0, "0 (no clipping) or a positive norm")
     if run.optim.algorithm == "muon":  # DeepSpeed would clip the updates, whose norm says nothing of the gradient's
-        need("optim.clip", lambda v: v == 0, "0 with optim.algorithm=muon: the size of its updates does not depend on the gradient's")
+        need("optim.clip", lambda v: v == 0, "0 with optim.algorithm=muon, as optim=muon has it: the gradient's size does not count")
     for key in ("optim.warmup", "optim.decay", "optim.min_lr_ratio"):
         need(key, lambda v: 0 <= v <= 1, "a share between 0 and 1")
     need("optim.schedule", lambda v: v in SCHEDULES, f"one of {', '.join(SCHEDULES)}")

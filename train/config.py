@@ -24,8 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from data.commands import remember
 from data.errors import UserError
 from train import checks, dist
+from train.words import check_words
 
 ROOT = Path(__file__).resolve().parent.parent  # relative paths of a conf count from here, never from the working directory
 CONF = ROOT / "conf"
@@ -35,10 +37,10 @@ PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTD
 
 @dataclass
 class SamplingConfig:
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 0  # 0: off
-    max_tokens: int = 512
+    temperature: float = 0.8  # of the sampled answers
+    top_p: float = 0.95  # the likeliest tokens that together have this probability; 1: off
+    top_k: int = 0  # the likeliest tokens that are kept; 0: off
+    max_tokens: int = 512  # of an answer
     samples: int = 1  # answers per training prompt
     greedy: bool = False  # the first answer to each prompt at temperature 0
 
@@ -46,10 +48,10 @@ class SamplingConfig:
 @dataclass
 class TargetConfig:
     model: str = "???"  # hub id, local folder, or `builtin:smollm2` / `builtin:tiny`
-    revision: str | None = None
+    revision: str | None = None  # of a hub id
     dtype: str = "bfloat16"  # in which the target is served and its states computed; auto: see dist.usual_dtype
-    trust_remote_code: bool = False
-    max_model_len: int = 4096
+    trust_remote_code: bool = False  # whether the target's own code may run
+    max_model_len: int = 4096  # tokens of prompt and answer that the engine makes room for
     tensor_parallel: int = 1  # GPUs that the engine spreads one copy of the target over
     spec: dict[str, Any] = field(default_factory=dict)  # dimensions, to plan without weights; checked against config.json
 
@@ -58,9 +60,9 @@ class TargetConfig:
 class DataConfig:
     prompts: list[str] = field(default_factory=list)  # files, folders, hub data sets, self:<n>; paths count from the repository
     limit: int | None = None  # training prompts used; null: all (spread over the slices)
-    heldout_limit: int | None = None
+    heldout_limit: int | None = None  # held-out prompts used; null: all
     min_prompt_chars: int = 0  # characters of a conversation up to its answer; others are put aside and counted
-    max_prompt_chars: int | None = None
+    max_prompt_chars: int | None = None  # null: any number
     answers: str = "target"  # or given: train on the answers that the conversations hold; held-out ones stay the target's own
     server: str | None = None  # that serves the target elsewhere, as http://host:8000/v1; its key: OPENAI_API_KEY
     responses: str = "???"  # folder with the target's answers: train.jsonl, heldout.jsonl
@@ -68,9 +70,9 @@ class DataConfig:
     states: str = "store"  # or online: each training rank runs the target for its own batches, and nothing is stored; for small targets
     max_length: int = 4096  # tokens of prompt + response; longer ones are cut and counted
     cut_loops: bool = False  # cut an answer where an n-gram of `loop_ngram` tokens returns
-    loop_ngram: int = 8
+    loop_ngram: int = 8  # tokens
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    max_store_gb: float = 500.0
+    max_store_gb: float = 500.0  # a store that would take more is refused
     window_gb: float | None = None  # of training states on disk at once: capture runs ahead of the training by no more; null: all
     states_dtype: str = "bfloat16"  # on disk; float32; or fp8: taps in e4m3, last in 10 bits, with scales
     batch_size: int = 128  # sequences in flight in the engine while responding
@@ -87,17 +89,17 @@ class DataConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 1000
+    steps: int = 1000  # optimizer steps
     micro_tokens: int = 4096  # tokens of one micro-batch on one rank (packed)
-    accum: int = 1
+    accum: int = 1  # micro-batches of a rank in a step
     sequence_parallel: int = 1  # neighbouring ranks that share each micro-batch, each a run of its labels: for long documents
     recompute: bool = False  # keep of each depth its inputs alone, and work it out again in the backward: less memory, more time
-    seed: int = 0
+    seed: int = 0  # of the order of the data and of the first weights
     dtype: str = "bfloat16"  # or float32, or auto
-    val_every: int = 200
-    save_every: int = 500
-    keep: int = 2
-    log_every: int = 10
+    val_every: int = 200  # steps between two looks at the held-out loss
+    save_every: int = 500  # steps between two checkpoints
+    keep: int = 2  # checkpoints; older ones are deleted
+    log_every: int = 10  # steps that a line of metrics.jsonl is a mean over
     threads: int | None = None  # CPU threads per rank
     init: str | None = None  # a run, one of its steps, or a head as the engine loads it, whose weights a new run begins with
 
@@ -105,17 +107,17 @@ class TrainConfig:
 @dataclass
 class OptimConfig:
     algorithm: str = "adamw"  # or muon: matrices by Muon, vectors and tables of tokens by AdamW
-    lr: float = 1e-3
-    adam_lr: float = 1e-3  # muon: of what AdamW trains; it follows the same schedule
+    lr: float = 1e-3  # the highest rate of the schedule, AdamW's or Muon's
+    adam_lr: float = 1e-3  # of what AdamW trains, which confs state; `lr` is the same where nothing is Muon's
     momentum: float = 0.95  # muon
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float = 1.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW
+    eps: float = 1e-8  # AdamW
+    weight_decay: float = 0.0  # of matrices
+    clip: float = 1.0  # of the gradient's norm; 0: off, as Muon wants it
     schedule: str = "cosine"  # cosine | wsd | constant
     warmup: float = 0.04  # share of steps
     decay: float = 0.2  # wsd: share of steps at the end
-    min_lr_ratio: float = 0.05
+    min_lr_ratio: float = 0.05  # rate at the end, as a share of the highest
 
 
 @dataclass
@@ -124,12 +126,12 @@ class EvalConfig:
     methods: list[str] = field(default_factory=lambda: ["none", "ngram", "head"])  # names, or folders of published heads
     draft_model: str | None = None  # folder of the language model that the method of this name drafts with
     limit: int | None = None  # held-out prompts used
-    max_tokens: int = 128
+    max_tokens: int = 128  # of an answer
     concurrency: Any = 1  # requests in flight; or a list of numbers
     temperature: float = 0.0  # of the target
     draft_sample_method: str = "greedy"  # probabilistic: drafts are sampled from the head's own distribution, where temperature is above 0
     dtype: str | None = None  # null: the target's
-    cut_loops: bool = False
+    cut_loops: bool = False  # as data.cut_loops, for the measured answers
 
     @property
     def folder(self) -> str:
@@ -152,15 +154,15 @@ class ExportConfig:
 
 @dataclass
 class LogConfig:
-    wandb: bool = True
-    project: str = "draftsmith"
-    every_console: int = 1
+    wandb: bool = True  # false: console and metrics.jsonl only
+    project: str = "draftsmith"  # of W&B
+    every_console: int = 1  # lines of metrics.jsonl for one on the console
 
 
 @dataclass
 class RunConfig:
-    name: str = "???"
-    run_dir: str = "runs/${name}"
+    name: str = "???"  # of the run
+    run_dir: str = "runs/${name}"  # checkpoints, log, export and report
     target: TargetConfig = field(default_factory=TargetConfig)
     head: dict[str, Any] = field(default_factory=dict)  # _target_: heads.<file>.<Class> and its keyword arguments
     data: DataConfig = field(default_factory=DataConfig)
@@ -170,16 +172,30 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    dry_run: bool = False
+    dry_run: bool = False  # launch/train.py and launch/run.py: print the plan and stop
 
 
-def main(run: Callable[[RunConfig], object]) -> None:
-    """The command line of every launch script: composes the config, calls `run`, turns a UserError into one line and exit code 2."""
+def main(run: Callable[[RunConfig], object], *sections: str) -> None:
+    """The command line of a launch script: composes the config and calls `run`. sections: of the config that the script reads, for
+    --help; none: all."""
+
     argv = sys.argv[1:]
-    if {"-h", "--help"} & set(argv):
-        return print(usage(Path(sys.argv[0]).name))
+    remember(argv)
+    if not {"-h", "--help"} & set(argv):
+        return guard(lambda: run(load(argv)))
+    from train.usage import usage  # which reads this file
+
+    guard(lambda: print(usage(run.__globals__["__doc__"], sections)))
+
+
+def guard(go: Callable[[], object]) -> None:
+    """Calls `go`; what a user can mend ends with one line and status 2, Ctrl-C and a pipe that nobody reads as signals do."""
     try:
-        run(load(argv))
+        go()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so once more at its end
+        sys.exit(141)  # 128 + SIGPIPE
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and launch/run.py may each send one
         print("stopped; the same command goes on from what is done", file=sys.stderr, flush=True)
@@ -200,14 +216,6 @@ def _of_path(error: OSError) -> str:
     return f"{where}{error.strerror}; a run writes to run_dir, data.store and data.responses: set them to folders with space that you own"
 
 
-def usage(script: str) -> str:
-    groups = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "conf")
-    lines = [f"usage: {script} conf=<name> [group=<choice>] [section.key=value] ...", ""]
-    lines += [f"confs (conf/conf/<name>.yaml): {', '.join(choices('conf'))}", *(f"{g}: {', '.join(choices(g))}" for g in groups), ""]
-    lines += ["Every key of a conf can be set on the command line, as in train.steps=200; dry_run=true prints the plan and stops."]
-    return "\n".join([*lines, "Several processes: torchrun --nproc_per_node <n> launch/train.py conf=<name>"])
-
-
 def choices(group: str, conf_dir: Path = CONF) -> list[str]:
     return sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
 
@@ -218,14 +226,7 @@ def load(argv: list[str], conf_dir: Path = CONF) -> RunConfig:
     Folders that a run writes or reads (run_dir, data.responses, data.store, train.init, eval.draft_model, those in eval.methods) come
     back absolute. Raises UserError: no or unknown conf, unknown key, bad value.
     """
-    confs = ", ".join(choices("conf", conf_dir))
-    if flags := [word for word in argv if word.startswith("--")]:
-        raise UserError(f"unknown flag {flags[0]}; options are written key=value, and --help shows what there is")
-    names = [word.removeprefix("conf=") for word in argv if word.startswith("conf=")]
-    if not names:
-        raise UserError(f"no conf given; add conf=<name>, one of: {confs}")
-    if names[-1] not in choices("conf", conf_dir):
-        raise UserError(f"conf={names[-1]} does not exist (conf/conf/{names[-1]}.yaml); one of: {confs}")
+    check_words(argv, choices("conf", conf_dir))
     try:
         run = OmegaConf.to_object(_compose(argv, conf_dir))
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own for head=null
@@ -264,6 +265,9 @@ def _explain(error: Exception, argv: list[str], conf_dir: Path) -> str:
         section = key.rpartition(".")[0]
         known = _known_keys(section, [word for word in argv if word.split("=")[0].lstrip("+~") != key], conf_dir)
         return f"{place}unknown key {key}; {f'section {section}' if section else 'the top level'} knows: {', '.join(known)}"
+    if "is not a ListConfig" in text:
+        given = next((word.split("=", 1)[1] for word in argv if word.split("=")[0] == key), "...")
+        return f"{place}{key} is a list: {key}=[{given}]"
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("In '")]
     reason = str(error.__cause__ or lines[0]).splitlines()[0]
     return f"{place}{key}: {reason}" if key else f"{place}{reason} (given: {' '.join(argv)})"

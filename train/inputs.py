@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from data.commands import command
 from data.errors import UserError
 from data.lock import held
-from data.manifest import CAPTURE
 from data.target import fingerprint, local_folder
 from data.window import Waiting
 from train import dist
@@ -25,8 +22,8 @@ def stages(cfg: RunConfig) -> tuple[str, ...]:
     """What launch/run.py runs, one after the other. UserError: some would have to run side by side."""
     if cfg.data.window_gb is not None and not cfg.dry_run:
         raise UserError(
-            "data.window_gb: capture and training run side by side, so start each by itself: launch/respond.py, then launch/capture.py "
-            "and, beside it, launch/train.py, then launch/export.py and launch/evaluate.py"
+            f"data.window_gb: capture and training run side by side, so start each by itself: `{command('respond')}`, then "
+            f"`{command('capture')}` and, beside it, `{command('train')}`, then `{command('export')}` and `{command('evaluate')}`"
         )
     return () if cfg.dry_run else ("respond", "capture", "train", "export", "evaluate")
 
@@ -77,13 +74,11 @@ def missing_inputs(cfg: RunConfig) -> list[str]:
 
 
 def next_commands(cfg: RunConfig) -> list[str]:
-    """The commands that make what is missing, in order, with the overrides of this command line, for the present directory."""
+    """The commands that make what is missing, in order."""
     stages = ["capture"] if cfg.data.states == "store" else []
     if not all(path.is_file() for path in answer_files(cfg)):
         stages.insert(0, "respond")
-    given = [word for word in sys.argv[1:] if "=" in word and not word.startswith("dry_run=")]
-    words = given if any(word.startswith("conf=") for word in given) else [f"conf={cfg.name}"]
-    return [shlex.join(["python", os.path.relpath(ROOT / "launch" / f"{stage}.py"), *words]) for stage in stages]
+    return [command(stage) for stage in stages]
 
 
 def answer_files(cfg: RunConfig) -> list[Path]:
@@ -94,7 +89,7 @@ def require_inputs(cfg: RunConfig) -> None:
     """Refuses to train without the hidden states, or what they are worked out from, naming the commands that make them."""
     waiting = Waiting(lambda text: print(text, flush=True) if dist.rank() == 0 else None)
     while cfg.data.window_gb is not None and missing_inputs(cfg) and held(Path(cfg.data.store)):
-        waiting.on("the held-out states come first", Path(cfg.data.store), "capture", CAPTURE)
+        waiting.on("the held-out states come first", Path(cfg.data.store), "capture")
         time.sleep(1)
     missing = missing_inputs(cfg)
     if missing:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.batch import Batches
+from data.commands import command
 from data.errors import UserError
 from heads.base import Batch, DraftHead
 from train import checkpoint, dist
@@ -28,14 +29,15 @@ def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> d
     Raises UserError where the loss or its gradient is not finite, before that step changes anything.
     """
     every, run_dir = cfg.train, Path(cfg.run_dir)
-    first = checkpoint.resume(run_dir, engine, cfg)
+    data = batches.store.contents()
+    first = checkpoint.resume(run_dir, engine, cfg, data)
     batches.saved(first, every.steps, every.accum)
     checkpoint.write_provenance(run_dir, cfg, first, batches.store.manifest["target"])
     last_val: dict[str, Any] = {}
     meter, clock = Meter(), Clock(first, every.steps)
     with Log(cfg, first) as log, closing(batches.prefetch(first, every.steps, every.accum)) as stream:
         if first:
-            log.say(f"going on after step {first} of {run_dir}")
+            log.say(f"going on after step {first} of {run_dir}" if first < every.steps else f"all {first} steps are done: {run_dir}")
         for step, micros in enumerate(stream, start=first):
             take_step(cfg, engine, step, micros, batches, meter)
             clock.tokens += batches.tokens(step, every.accum)
@@ -51,7 +53,7 @@ def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> d
                 last_val = validate(cfg, engine, heldout, like=micros[0])
                 log.write("val", done, last_val)
             if done % every.save_every == 0 or done == every.steps:
-                log.say(f"saved {checkpoint.save(run_dir, done, engine, cfg)}")
+                log.say(f"saved {checkpoint.save(run_dir, done, engine, cfg, data)}")
                 batches.saved(done, every.steps, every.accum)
     return last_val
 
@@ -85,7 +87,7 @@ def _out_of_memory(cfg: RunConfig, head: DraftHead, step: int, tokens: int) -> s
     return (
         f"step {step + 1}: out of memory at a batch of {tokens} tokens. {again}Half as many, twice as often, makes nearly the same step: "
         f"train.micro_tokens={half} train.accum={2 * cfg.train.accum}, under another name or run_dir; "
-        "`python launch/plan.py` says what takes how much"
+        f"`{command('plan')}` says what takes how much"
     )
 
 

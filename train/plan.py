@@ -13,6 +13,8 @@ import torch
 import heads
 from data.answers import spans_of
 from data.errors import UserError
+from data.files import bytes_text
+from data.identity import asks, read_asked
 from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
 from data.selfprompt import split_sources
@@ -55,7 +57,8 @@ class Plan:
     states: str
     states_dtype: str
     steps: int
-    tokens_per_step: int
+    tokens_per_step: int  # at most; a document over train.micro_tokens is a batch by itself
+    over_budget: bool  # there may be such
     flops: float
     capture_flops: float  # of what is captured in all; 0 where no states are stored
 
@@ -68,7 +71,8 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
     if (window := window_sizes(cfg, head, world)) and sizes[0] is not None:
         sizes[0] = min(sizes[0], int(window.window))
     beside = target_flops(spec, cfg.data.max_length) * cfg.train.sequence_parallel if runs_target(cfg, head) else 0
-    per_step = cfg.train.micro_tokens * cfg.train.accum * world // cfg.train.sequence_parallel
+    batch = longest_batch(cfg)
+    per_step = batch * cfg.train.accum * world // cfg.train.sequence_parallel
     trained = sum(p.numel() for p in head.parameters())
     captured = 0
     if cfg.data.states == "store" and reads_states(head):
@@ -92,7 +96,8 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         states_dtype=cfg.data.states_dtype,
         steps=cfg.train.steps,
         tokens_per_step=per_step,
-        flops=cfg.train.steps * per_step * (flops_per_token(head, spec, cfg.data.max_length, cfg.train.micro_tokens) + beside),
+        over_budget=batch > cfg.train.micro_tokens,
+        flops=cfg.train.steps * per_step * (flops_per_token(head, spec, cfg.data.max_length, batch) + beside),
         capture_flops=target_flops(spec, cfg.data.max_length) * captured,
     )
 
@@ -129,7 +134,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
     Allocator overhead and communication buffers are left out.
     """
-    P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], cfg.train.micro_tokens
+    P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], longest_batch(cfg)
     V, stage = spec.vocab_size, int(cfg.zero["stage"])
     U = head.draft_vocab_size or V
     specs = [module.spec for module in head.modules() if isinstance(module, Attention)]
@@ -233,10 +238,13 @@ def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:
     answers = Path(cfg.data.responses) / f"{split}.jsonl"
     ours = answers.is_file() and of_this_target(cfg, answers_meta(cfg, split))
     records = read_jsonl_tolerant(answers)[0] if ours else []
+    if ours and (asked := read_asked(answers)) and asked["asks"] == asks(cfg.data, split):
+        ids = set(asked["ids"])
+        records, wanted = [r for r in records if r["id"] in ids], len(ids)
     if records:
         total = sum(min(len(r["prompt_ids"]) + len(r["response_ids"]), longest) for r in records)
         supervised = sum(b - a for r in records for a, b in spans_of(r, longest))
-        share = max(wanted or 0, len(records)) / len(records)
+        share = (wanted or len(records)) / len(records)
         return Tokens(round(total * share), round(supervised * share), "answers")
     if wanted is None:
         return None
@@ -251,12 +259,12 @@ def count_prompts(cfg: RunConfig, split: str) -> int | None:
     given, written = split_sources(cfg.data.prompts)
     if any("hf:" in source for source in given):
         return None  # its size is known only once it is downloaded
-    return len(select(read_prompts(given, None, ROOT, cfg.data.prompt_chars), split, None)) + (written if split == "train" else 0)
+    return len(select(read_prompts(given, ROOT, cfg.data.prompt_chars), split, None)) + (written if split == "train" else 0)
 
 
-def window_sizes(cfg: RunConfig, head: DraftHead, world: int | None = None) -> Sizes | None:
-    """Of the window for the training; None where there is none. UserError: the head reads no states, or (where the ranks are known) the
-    states between two checkpoints, of which none may be deleted before the second, have no room in it."""
+def window_sizes(cfg: RunConfig, head: DraftHead, world: int = 1) -> Sizes | None:
+    """Of the window for the training; None where there is none. world: the ranks, or the fewest there can be. UserError: the head reads no
+    states, or those between two checkpoints, of which none may be deleted before the second, have no room in it."""
     gb, data, train = cfg.data.window_gb, cfg.data, cfg.train
     if gb is None:
         return None
@@ -264,21 +272,29 @@ def window_sizes(cfg: RunConfig, head: DraftHead, world: int | None = None) -> S
         raise UserError(f"data.window_gb={gb:g}: this head reads no states, so there is nothing to bound; set it to null")
     token = plan_bytes(1, 1, len(set(head.taps)), head.target.hidden_size, head.needs_last, data.states_dtype)
     sizes = Sizes.of(gb, token, data.max_length)
-    step = token * max(train.micro_tokens, data.max_length) * train.accum * max(1, (world or 1) // train.sequence_parallel)
-    if world and step * min(train.save_every, train.steps) > sizes.usable:
-        fitting = int(sizes.usable // step)
-        least = gb + (step * min(train.save_every, train.steps) - sizes.usable) / 1e9
-        or_save = f"train.save_every={fitting} or less, or " if fitting >= 1 else ""
+    step = token * longest_batch(cfg) * train.accum * max(1, world // train.sequence_parallel)
+    between = step * min(train.save_every, train.steps)
+    if between > sizes.usable:
+        fitting, larger = int(sizes.usable // step), (gb + (between - sizes.usable) / 1e9) * 1.3
+        advice = [f"train.save_every={fitting} or less"] if fitting >= 1 else []
+        whole = store_size(cfg, head, head.target, count_tokens(cfg, "train"))
+        if whole and whole <= larger * 1e9:
+            advice.append(f"data.window_gb=null, for all of the training's states take {bytes_text(whole)}")
+        else:
+            advice.append(f"data.window_gb={larger:.3g}" + f" and data.max_store_gb={larger:.3g}" * (larger > data.max_store_gb))
         raise UserError(
-            f"data.window_gb={gb:g}: up to {step * train.save_every / 1e9:.3g} GB of states lie between two checkpoints, and it has room "
-            f"for {max(sizes.usable, 0) / 1e9:.3g}: set {or_save}data.window_gb={least * 1.3:.3g}"
+            f"data.window_gb={gb:g}: up to {bytes_text(between)} of states lie between two checkpoints on {world} GPU{'s' * (world > 1)}, "
+            f"and none may be deleted before the second; it has room for {bytes_text(max(sizes.usable, 0))}: set {', or '.join(advice)}"
         )
     return sizes
 
 
+def longest_batch(cfg: RunConfig) -> int:
+    """Tokens of a micro-batch, at most: a document over the budget is one by itself."""
+    return max(cfg.train.micro_tokens, min(cfg.data.max_length, cfg.target.max_model_len))
+
+
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
-    if cfg.data.states == "online":
-        return 0
-    if tokens is None:
-        return None
+    if cfg.data.states == "online" or tokens is None:
+        return 0 if cfg.data.states == "online" else None
     return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, cfg.data.states_dtype)

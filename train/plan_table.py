@@ -7,11 +7,14 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from data.files import bytes_text
 from data.target import planned_spec
 from train.config import ROOT, RunConfig
 from train.devices import Device, here
 from train.plan import Plan, plan
-from train.verdict import bytes_text, verdict
+from train.verdict import verdict
+
+OVER = "; a document may be longer than train.micro_tokens, and is a batch by itself"
 
 
 def made(cfg: RunConfig, world: int, device: Device | None = None) -> list[Table | str]:
@@ -43,7 +46,7 @@ def render(found: Plan, device: Device) -> Table:
     rows += [("memory", bytes_text(sum(found.memory.values())), "per rank, sum of the above; without allocator overhead")]
     rows += _data_rows(found)
     table_end = [
-        ("steps", f"{found.steps:,}", f"of up to {found.tokens_per_step:,} tokens{_epochs(found)}"),
+        ("steps", f"{found.steps:,}", f"of up to {found.tokens_per_step:,} tokens{_epochs(found)}{OVER if found.over_budget else ''}"),
         ("compute", f"{found.flops:.2g} FLOP", "of the training, all steps and ranks"),
     ]
     for row in rows + table_end:
@@ -70,4 +73,4 @@ def _epochs(found: Plan) -> str:
     if not found.tokens or not found.tokens.total:
         return ""
     epochs = found.steps * found.tokens_per_step / found.tokens.total
-    return f": {'at least ' if found.tokens.source == 'bound' else ''}{epochs:.1f} epochs"
+    return f": {'at most ' if found.over_budget else 'at least ' if found.tokens.source == 'bound' else ''}{epochs:.1f} epochs"

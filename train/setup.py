@@ -12,18 +12,25 @@ from data.batch import Batches
 from data.errors import UserError
 from data.files import read_object
 from data.forward import Forward
-from data.identity import check_responses, identity, template_hash, tokenizer_hash
+from data.identity import asks, check_responses, identity, template_hash, tokenizer_hash
 from data.online import Answers
 from data.sequences import Sequences
 from data.store import Store, check_compatible
-from data.target import fingerprint, frozen, tensors
+from data.target import fingerprint, frozen, spec, tensors
 from data.vocab import count_supervised, coverage, draft_vocab
 from data.window import Window
+from heads import build
 from heads.base import DraftHead
 from train import checkpoint, dist, inputs, plan
 from train.config import RunConfig
 
 PUBLISHED = "model.safetensors"
+
+
+def first_head(cfg: RunConfig, target_dir: Path) -> DraftHead:
+    """The head with the weights that the seed gives it."""
+    torch.manual_seed(cfg.train.seed)
+    return build(cfg.head, spec(target_dir))
 
 
 def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) -> Store:
@@ -53,8 +60,8 @@ def open_states(cfg: RunConfig, head: DraftHead, target_dir: Path) -> list[Seque
     train = cfg.train
     maker, forward = identity(target_dir, cfg.target), None
     paths = [Path(cfg.data.responses) / f"{split}.jsonl" for split in inputs.SPLITS]
-    for path in paths:
-        check_responses(path, maker)
+    for split, path in zip(inputs.SPLITS, paths, strict=True):
+        check_responses(path, maker, asks(cfg.data, split))
     if cfg.data.window_gb is not None:
         plan.window_sizes(cfg, head, dist.world())
         place = {"folder": Path(cfg.data.store) / "train", "order": (train.seed, train.micro_tokens)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from data.files import bytes_text
 from data.manifest import free_bytes
 from heads.base import DraftHead, TargetSpec
 from train.config import RunConfig
@@ -174,13 +175,6 @@ def _answer_seconds(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Devic
 
 def _rate(value: float) -> str:
     return f"{value / 1e12:,.3g} T" if value >= 1e12 else f"{value / 1e9:,.3g} G"
-
-
-def bytes_text(size: float) -> str:
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= one:
-            return f"{size / one:,.2f} {unit}"
-    return f"{size / 1e3:,.1f} kB"
 
 
 def time_text(hours: float) -> str:

@@ -76,7 +76,7 @@ class Contender:
 
 def sequences(target_dir: Path, count: int) -> list[dict[str, Any]]:
     """{id, token_ids, spans}: a prompt, and an answer of other prompts' tokens, which cost the same."""
-    prompts = select(read_prompts(["data/promptset"], None, ROOT), "train", count)
+    prompts = select(read_prompts(["data/promptset"], ROOT), "train", count)
     encoded = list(all_prompt_ids(load_tokenizer(target_dir, False), prompts).values())
     text, found = [token for ids in encoded for token in ids], []
     for i, ids in enumerate(encoded):

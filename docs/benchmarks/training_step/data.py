@@ -23,7 +23,7 @@ TOKENS, PIECE, TAPS, U = 8192, 4096, (2, 15, 27), 8192
 def main(out: str) -> None:
     folder = resolve(load(["conf=smollm_eagle3"]).target, ROOT)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    text = "\n\n".join(message["content"] for record in read_prompts(["data/promptset"], None, ROOT) for message in record.messages)
+    text = "\n\n".join(message["content"] for record in read_prompts(["data/promptset"], ROOT) for message in record.messages)
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
     frequent = torch.bincount(ids, minlength=model.config.vocab_size).argsort(descending=True, stable=True)[:U].sort().values
     token_ids = ids[:TOKENS].view(-1, PIECE)
