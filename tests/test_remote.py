@@ -238,7 +238,7 @@ def test_vllms_own_server_gives_the_answers_of_our_engine(tmp_path):
             "records": records,
             "cut_loops": 4,
         }
-        settings |= {"sampling": SAMPLING | {"top_p": 1.0}, "batch_size": 4, "meta": {}}
+        settings |= {"sampling": SAMPLING | {"top_p": 1.0}, "batch_size": 4, "meta": {}, "asks": {}}
         remote.respond(Request(out_path=tmp_path / "server.jsonl", **settings), f"http://127.0.0.1:{port}/v1", None)
         engine.respond(Request(out_path=tmp_path / "engine.jsonl", **settings))
     finally:
