@@ -37,7 +37,7 @@ def test_its_batches_are_those_of_a_store(target, made, tmp_path, last, taps):
         for a, b in zip(*(source.step(3, 4) for source in pair), strict=True):
             for x, y in zip(vars(a).values(), vars(b).values(), strict=True):
                 assert (x is None) == (y is None)
-                assert x is None or (x.dtype == y.dtype and x.device == y.device and torch.allclose(x, y, rtol=0, atol=1e-6))
+                assert x is None or (x.dtype == y.dtype and x.device == y.device and torch.allclose(x, y, rtol=1e-5, atol=1e-5))
 
 
 @pytest.mark.parametrize("conf", ["tiny_eagle3", "tiny_mtp"])
