@@ -71,7 +71,7 @@ def attended(w, prefix, x, t, kind, kv):
 
 def forward(head, w, token, state, t, kv):
     """(input of the lm_head, next state) of one row."""
-    x = F.linear(torch.cat([head.frozen.embed_VD[token] * SPEC.embed_scale, state]), w["pre_projection.weight"])
+    x = F.linear(torch.cat([head.frozen.embed_VD[token] * head.target.embed_scale, state]), w["pre_projection.weight"])
     for i, name in enumerate(HEAD["layers"]):
         p, kind = f"layers.{i}", SPEC.kinds[name]
         keys_values = kv[head.kv_layers.index(kind["layer"])]
@@ -97,6 +97,7 @@ def decode(head, single, t, chain):
 @pytest.fixture
 def pair():
     head = ready(HEAD)
+    head.target = dataclasses.replace(SPEC, embed_scale=3.0)
     for layer in head.layers:
         layer.layer_scalar.fill_(0.7)
     return head, batch_of(head, (9, 7))
@@ -117,7 +118,7 @@ def test_drafts_equal_loops(pair):
 def test_loss_equals_loops(pair, cap):
     """cap: of the target's logits, which is no cap of the head's."""
     head, batch = pair
-    head.target = dataclasses.replace(SPEC, logit_softcap=cap)
+    head.target = dataclasses.replace(head.target, logit_softcap=cap)
     expected = torch.zeros(head.depths, dtype=torch.float64)
     for i in range(2):
         single = document(batch, i)
