@@ -15,6 +15,7 @@ from rich.table import Table
 from safetensors import safe_open
 
 from data.check import Fault, check_splits, show_faults
+from data.commands import command
 from data.errors import UserError
 from data.online import Answers
 from data.sequences import Sequences
@@ -117,7 +118,7 @@ def untrained_faults(found: Measured, curve: list[dict[str, Any]]) -> list[Fault
     text = f"the head accepts nearly nothing ({max(firsts):.1%} of first drafts), although all that was looked at is in order: "
     train = [line for line in curve if line["kind"] == "train"]
     if not train:
-        return [Fault("untrained", f"{text}there is no curve of its training in metrics.jsonl; train it with launch/train.py")]
+        return [Fault("untrained", f"{text}there is no curve of its training in metrics.jsonl; train it with `{command('train')}`")]
     tenth = max(1, len(train) // 10)
     first, last = (fmean(line["loss"] for line in part) for part in (train[:tenth], train[-tenth:]))
     rates, anew = f"learning rates up to {max(line['lr'] for line in train):.1e}", "Begin anew under another name with"
@@ -129,7 +130,7 @@ def untrained_faults(found: Measured, curve: list[dict[str, Any]]) -> list[Fault
         why += f"({usual}), or more train.steps if these were a handful"
     else:
         why = f"its loss fell from {first:.3f} to {last:.3f} in {train[-1]['step']} steps, which is too little training. Raise train.steps "
-        why += "and run launch/train.py again, which goes on; and see that data.limit is no handful"
+        why += f"and run `{command('train')}` again, which goes on; and see that data.limit is no handful"
     return [Fault("untrained", text + why)]
 
 
@@ -181,7 +182,7 @@ def show(found: Measured, faults: list[Fault], looked: list[str]) -> int:
     for column in ("measured", "acceptance length", "at each position", "dtype"):
         table.add_column(column)
     missing = {FORCED: "no held-out line in metrics.jsonl", WALKED: "walked only where all else is in order, and states are stored"}
-    missing |= dict.fromkeys((OFFLINE, ENGINE), "launch/evaluate.py has not run with the head")
+    missing |= dict.fromkeys((OFFLINE, ENGINE), "evaluate has not run with the head")
     for name, why in missing.items():
         if row := found.get(name):
             positions = " ".join("-" if p is None else f"{p:.3f}" for p in row["positions"])
@@ -190,5 +191,5 @@ def show(found: Measured, faults: list[Fault], looked: list[str]) -> int:
             table.add_row(name, "-", why, "")
     Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
     sound = f"nothing wrong was found; looked at: {', '.join(looked)}"
-    unknown = "" if ENGINE in found else ". What an engine accepts is not known yet: `python launch/evaluate.py conf=<name>`"
+    unknown = "" if ENGINE in found else f". What an engine accepts is not known yet: `{command('evaluate')}`"
     return show_faults(faults, sound + unknown)

@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from data.commands import command
 from data.files import bytes_text
 from data.manifest import replace_text
 from eval.advice import advice, choices_text, commands, equal, find, is_grid, reasons
@@ -38,7 +39,7 @@ def comparison(report: dict[str, Any]) -> str:
     """Offline chain against the engine's counters: they agree, or training and serving differ somewhere."""
     offline, head = report.get("offline"), find(report, "head")
     if head is not None and head["draft_sample_method"] != "greedy":
-        return "The offline chain drafts greedily: it says nothing of probabilistic drafts (launch/trees.py has chains of those)."
+        return f"The offline chain drafts greedily: it says nothing of probabilistic drafts (`{command('trees')}` has chains of those)."
     if offline is None or head is None:
         return "The offline chain was not run."
     here, there = offline["acceptance_length"], head["acceptance_length"]
@@ -141,6 +142,6 @@ def show(report: dict[str, Any], folder: Path) -> None:
     console.print(headline(report), markup=False)
     console.print(table(report))
     console.print(f"{comparison(report)}\n{reasons(report) if is_grid(report) else advice(report)}", markup=False)
-    for name, command in commands(report).items():
-        console.print(f"# {name}\n{command}", markup=False, soft_wrap=True)
+    for name, serving in commands(report).items():
+        console.print(f"# {name}\n{serving}", markup=False, soft_wrap=True)
     console.print(f"{folder / 'report.html'}", markup=False)

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.attention import Documents, KeyValues, Rows, grouped
+from heads.attention import Documents, KeyValues, Rows
 from heads.base import Batch, Export, Frozen, TargetSpec
+from heads.flash import grouped
 from heads.layers import MLP, Attention, RMSNorm, rope_tables, rotate
 from heads.recurrent import RecurrentHead
 from heads.target import AttentionKind

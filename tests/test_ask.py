@@ -79,15 +79,16 @@ def sampled(folder: Path, names: str, samples: int = 1, limit: int | None = None
     """Has `names` answered in the file, as `respond` does, with words for an engine. Returns what was sampled."""
     out, todo = folder / "train.jsonl", []
 
-    def sample(items: list[dict]) -> dict:
-        with out.open("a") as f:
+    def sample(items: list[dict], path: Path) -> dict:
+        with path.open("a") as f:
             for item in items:
                 todo.append(item["id"])
                 f.write(json.dumps({**item, "response_ids": [7, 8], "finish_reason": "stop"}) + "\n")
         return {"seconds": 1.0, "generated_tokens": 2 * len(items)}
 
     records = [{"id": name, "prompt_ids": [ord(name)]} for name in names]
-    collect(records=records, out_path=out, samples=samples, longest=99, meta={}, asks={"limit": limit}, sample=sample)
+    target = TargetConfig(model="tiny", max_model_len=100)
+    collect(Request(folder, target, records, out, {"samples": samples}, 4, 0, {}, {"limit": limit}), sample)
     return todo
 
 
@@ -129,7 +130,7 @@ def test_a_store_holds_what_is_asked_for_and_refuses_to_be_more(tmp_path, capsys
 
 
 def test_what_is_refused_leaves_the_list_of_bad_prompts_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(ask_module, "respond", lambda **_: None)
+    monkeypatch.setattr(ask_module, "respond", lambda _: None)
     monkeypatch.setattr(ask_module, "identity", lambda *_: {"target": {}})
     prompts = [chat("a", "Hi"), chat("b", "Why?", split="heldout")]
     cfg = Cfg(DataConfig(responses=str(tmp_path)))

@@ -12,7 +12,7 @@ from train.config import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OWN = re.compile(r"(gpus|device|sample|show|check|untrained|out|dry_run)=")  # words of the scripts' own, or of no weight here
+OWN = re.compile(r"(gpus|part|plan|device|sample|show|check|untrained|out|dry_run)=")  # words of the scripts' own, or of no weight here
 NOT_YET = ("head=stairs", "launch/sweep.py")  # what the page itself adds; several runs in one line
 
 
@@ -36,10 +36,10 @@ def test_every_command_of_the_guide_is_one_that_works(page, line):
     raw = shlex.split(line.rstrip("& "), comments=True, posix=False)
     assert not any(set(word) & set("[]{}*()") and word[0] not in "\"'" for word in raw), "a shell would read this itself: quote it"
     words = [word.replace("<name>", "llama8b_eagle3").replace("<n>", "2") for word in shlex.split(line.rstrip("& "), comments=True)]
-    script = next(word for word in words if word.startswith("launch/"))
+    script = next(found[0] for word in words if (found := re.search(r"\blaunch/\w+\.py", word)))
     assert (ROOT / script).is_file()
     if not any(word in line for word in NOT_YET) and "..." not in words:
-        settings = [word for word in words if "=" in word and not OWN.match(word)]
+        settings = [word for word in words if "=" in word and not OWN.match(word) and not word.startswith("-") and "launch/" not in word]
         assert load(settings if any(word.startswith("conf=") for word in settings) else ["conf=tiny_mtp", *settings])
 
 

@@ -229,7 +229,7 @@ def test_untrained_is_said_of_a_whole_run_and_only_where_nothing_else_explains_i
 def test_what_was_not_measured_is_said_so_and_not_called_sound(capsys):
     assert doctor.show({}, [], ["states"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("launch/evaluate.py has not run with the head") == 2 and "no held-out line in metrics.jsonl" in shown
+    assert shown.count("evaluate has not run with the head") == 2 and "no held-out line in metrics.jsonl" in shown
     assert "chain, held-out store" in shown and "walked only where" in shown
     assert "is not known yet: `python launch/evaluate.py conf=<name>`" in " ".join(shown.split()) and "export" not in shown
     doctor.show({"teacher-forced": NOTHING, "offline chain": NOTHING, "engine": NOTHING}, [], ["states", "export"])

@@ -24,7 +24,7 @@ HOMES = {
     "deepspeed": ("train/engine.py",),
     "wandb": ("train/log.py",),
     "vllm": ("data/engine_worker.py", "data/vllm_connector.py", "eval/vllm_plugin/"),
-    "transformers": ("data/chat.py", "data/forward.py", "data/target.py"),
+    "transformers": ("data/chat.py", "data/forward.py", "data/target_config.py"),
     "datasets": ("data/prompts.py",),
     "compressed_tensors": ("eval/quantize.py",),
     "openai": ("data/remote.py",),

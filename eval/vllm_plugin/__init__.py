@@ -5,7 +5,7 @@ plug-in (entry point `vllm.general_plugins` in pyproject.toml). Nothing of vLLM 
 # with DFlash.
 DRAFTS = {
     "Eagle3HydraDraft": "eval.vllm_plugin.drafts:HydraDraft",
-    "Eagle3MLPDraft": "eval.vllm_plugin.drafts:MLPDraft",
+    "Eagle3MLPDraft": "eval.vllm_plugin.mlp:MLPDraft",
     "DraftsmithDFlash": "eval.vllm_plugin.dflash:DFlash",
     "DraftsmithDSparkDFlash": "eval.vllm_plugin.dflash:DSpark",
 }
