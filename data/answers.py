@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
 from data.identity import read_asked, read_meta, unfinished
-from data.lock import turn
+from data.lock import held, turn
 from data.manifest import replace_text
 from data.part import WHOLE, Part, part_files
 from data.prompts import jsonl_line, read_jsonl_tolerant, write_jsonl_line
@@ -64,15 +64,15 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
     mine = request.part.of(request.records)
     _say_long(mine, most, own)
     todo = unanswered([r for r in mine if len(r["prompt_ids"]) <= most], request.sampling["samples"], done, out)
-    wanted = [name for _, name in asked(request)]
+    wanted = [name for record, name in asked(request) if record not in _too_long(request)]
     there = sum(name in done for name in wanted)
     others = f", and {len(done) - there} to other prompts, which stay" if len(done) > there else ""
     print(f"respond: {len(todo)} answers to sample, {there} already in {out}{others}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
-    if todo or (own != out and there < len(wanted)):
-        unfinished(out).touch()
-    fit = {r["id"] for r in request.records if len(r["prompt_ids"]) <= most}
-    write_asked(out, request.asks, [name for record, name in asked(request) if record in fit])
+    with turn(out.parent):
+        if todo or (own != out and there < len(wanted)):
+            unfinished(out).touch()
+        write_asked(out, request.asks, wanted)
     if todo:
         ran = sample(todo, own)
     if not join(request):
@@ -107,30 +107,38 @@ def asked(request: Request) -> list[tuple[str, str]]:
     return [(r["id"], f"{r['id']}#{s}") for r in request.records for s in range(request.sampling["samples"])]
 
 
+def _too_long(request: Request) -> set[str]:
+    """The records whose prompt leaves no room for an answer."""
+    return {r["id"] for r in request.records if len(r["prompt_ids"]) >= request.target_cfg.max_model_len}
+
+
 def join(request: Request) -> bool:
-    """Whether all that is asked is answered or set aside: then request.out_path holds the answers of all parts, in the order of the
-    records, and their files are deleted. A kill at any moment leaves what the next call can go on from: the mark goes once the answers
-    are there, the files after it."""
-    out, several = request.out_path, request.part.count > 1
+    """Whether all that is asked is answered or set aside by one of as many parts: then request.out_path holds the answers of all parts,
+    in the order of the records, and their files are deleted, but for those of parts that still run. A kill at any moment leaves what the
+    next call can go on from: the mark goes once the answers are there, the files after it."""
+    out, part = request.out_path, request.part
+    listed, several = out.with_suffix(".quarantine.jsonl"), part.count > 1
     with turn(out.parent):
-        files = part_files(out)
-        lists = part_files(out.with_suffix(".quarantine.jsonl"))
-        if unfinished(out).exists() and (files or several):
+        files, lists = part_files(out), part_files(listed)
+        if files or (several and unfinished(out).exists()):
             answers: dict[str, Any] = {}
             for path in [out, *files]:
                 answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
             aside: dict[str, Any] = {}
-            for path in [out.with_suffix(".quarantine.jsonl"), *lists]:
+            for path in {Part(number, part.count).beside(listed) for number in range(part.count)} - {listed}:
                 aside |= {line["id"]: line for line in read_jsonl_tolerant(path)[0]} if path.exists() else {}
-            if several and not all(name in answers or {record, name} & aside.keys() for record, name in asked(request)):
+            known, long = answers.keys() | aside.keys(), _too_long(request)
+            if several and not all(record in long or {record, name} & known for record, name in asked(request)):
                 return False
             place = {name: i for i, (_, name) in enumerate(asked(request))}
             ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
             replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
             if several:  # one alone has just made its own list
                 set_aside(out, [line for name, line in aside.items() if name not in answers], anew=True)
-        unfinished(out).unlink(missing_ok=True)
-        for path in [*files, *lists]:
+        running = [path for path in files if path != part.beside(out) and held(out.parent, f".lock-{path.name.split('.')[1]}")]
+        if not running:
+            unfinished(out).unlink(missing_ok=True)
+        for path in {*files, *lists} - {*running}:
             path.unlink(missing_ok=True)
         return True
 

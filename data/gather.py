@@ -31,8 +31,9 @@ def gather(folder: Path, manifest: dict[str, Any], wanted: set[str]) -> set[str]
 def _adopt(whole: StoreWriter, part: Path) -> None:
     theirs, mine = read_manifest(part), whole.manifest
     check_same_capture(part, theirs, whole.identity)
-    others = [shard for shard in mine["shards"] if not shard["file"].startswith(f"{part.name}/")]
-    mine["shards"] = others + [{**s, "file": f"{part.name}/{s['file']}"} for s in theirs["shards"] if is_whole(part, s)]
+    own = {name: {**s, "file": name} for s in theirs["shards"] if is_whole(part, s) for name in [f"{part.name}/{s['file']}"]}
+    listed = {s["file"]: s for s in mine["shards"] if s["file"] in own or not s["file"].startswith(f"{part.name}/")}
+    mine["shards"] = list((listed | own).values())  # in the places they had: a training draws its batches by them
     whole.done = {name for shard in mine["shards"] for name in shard["ids"]} | whole.quarantined
     set_aside = part / "quarantine.jsonl"
     lines = [json.loads(line) for line in set_aside.read_text(encoding="utf-8").split("\n")[:-1]] if set_aside.exists() else []

@@ -84,7 +84,13 @@ def unfinished(path: Path) -> Path:
 def read_asked(path: Path) -> dict[str, Any] | None:
     """What data.answers.write_asked has written beside the answers at `path`."""
     asked = path.with_suffix(".asked.json")
-    return read_object(asked, f"delete it and run `{command('respond')}`") if asked.is_file() else None
+    if not asked.is_file():
+        return None
+    mend = f"delete it and run `{command('respond')}`"
+    found = read_object(asked, mend)
+    if not (isinstance(found.get("ids"), list) and isinstance(found.get("asks"), dict)):
+        raise UserError(f"{asked}: does not say what was asked for; {mend}")
+    return found
 
 
 def read_meta(path: Path) -> dict[str, Any]:

@@ -31,11 +31,11 @@ def hold(folder: Path, key: str, name: str = ".lock") -> IO[str]:
     return f
 
 
-def held(folder: Path) -> bool:
+def held(folder: Path, name: str = ".lock") -> bool:
     """Whether another process, or another part of this one, is inside. On a file system that knows no locks: true."""
-    if not (folder / ".lock").exists():
+    if not (folder / name).exists():
         return False
-    with (folder / ".lock").open() as f:
+    with (folder / name).open() as f:
         try:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:

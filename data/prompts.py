@@ -55,7 +55,7 @@ def read_prompts(
 
     for source in sources:
         read(source)
-    if one_more:
+    if one_more and (records or not bad):
         read(one_more(records))
     if not records and not bad:
         raise UserError(f"no prompts in [{', '.join(sources)}]; name files that hold some: data.prompts=[...]")

@@ -168,7 +168,7 @@ def _drive(
     if refused:
         first = f"the first, {refused[0]['id']}: {refused[0]['reason']}"
         set_aside(out_path, refused, anew=False)
-        if len(refused) == len(todo):
+        if len(refused) == len(todo) and not out_path.stat().st_size:
             raise UserError(f"none of {len(todo)} prompts was answered; {first}")
         print(f"respond: {len(refused)} of {len(todo)} prompts have no answer; {first}", flush=True)
     return {"seconds": time.monotonic() - began, "generated_tokens": tokens}

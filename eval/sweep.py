@@ -65,8 +65,9 @@ def run_all(root: Path, runs: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def row(run_dir: Path) -> dict[str, Any]:
-    """What a table says of one run."""
-    report = json.loads((run_dir / "eval" / "report.json").read_text(encoding="utf-8"))
+    """What a table says of one run: by its latest report, which may be of a temperature above 0."""
+    path = max(run_dir.glob("eval*/report.json"), key=lambda path: path.stat().st_mtime)
+    report = json.loads(path.read_text(encoding="utf-8"))
     head = next(m for m in reference(report) if m["method"] == "head")
     step = run_dir / (run_dir / "latest").read_text(encoding="utf-8").strip()
     with safe_open(step / "head.safetensors", "pt") as f:
@@ -77,10 +78,10 @@ def row(run_dir: Path) -> dict[str, Any]:
         "vllm_method": serving["method"],
         "parameters": parameters,
         "acceptance_length": head["acceptance_length"],
-        "offline_acceptance_length": report["offline"]["acceptance_length"],
+        "offline_acceptance_length": report["offline"]["acceptance_length"] if "offline" in report else "-",
         "tokens_per_pass": head["tokens_per_pass"],
         "speedup": head["speedup"],
-        "lossless": head["lossless"],
+        "lossless": "-" if head["lossless"] is None else head["lossless"],
     }
 
 

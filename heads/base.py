@@ -27,9 +27,13 @@ class Batch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """The same batch on `device`, states cast to `dtype` there; offsets stay on the CPU."""
-        moved = {name: x.to(device, non_blocking=True) for name, x in vars(self).items() if isinstance(x, Tensor) and name != "offsets_S1"}
-        moved = {name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()}
-        return Batch(**vars(self) | moved | {"kv": [x.to(device, non_blocking=True).to(dtype) for x in self.kv]})
+
+        def move(x: Tensor) -> Tensor:
+            x = x.to(device, non_blocking=True)
+            return x.to(dtype) if x.is_floating_point() else x
+
+        taps, last = (None if x is None else move(x) for x in (self.taps_TLD, self.last_TD))
+        return Batch(move(self.token_ids_T), move(self.loss_mask_T), self.offsets_S1, taps, last, [move(x) for x in self.kv])
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from data.builtin import build_tiny
+from data.commands import GIVEN
 from data.errors import UserError
 from heads import build
 from heads.base import Batch, DraftHead, Frozen, TargetSpec
@@ -159,3 +160,10 @@ def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from live import make_answers  # imports the trainer, which takes its time
 
     return make_answers(target, tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test gives on a command line is not in the messages of the next."""
+    monkeypatch.setenv(GIVEN, "")  # so that it is put back
+    monkeypatch.delenv(GIVEN)

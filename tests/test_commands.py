@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.commands import GIVEN, command, remember
+from data.commands import command, remember
 from train.config import ROOT, RunConfig
 from train.usage import keys, usage
 
@@ -19,12 +19,6 @@ SOURCES = sorted(path for folder in ("data", "train", "eval", "launch") for path
 SCRIPTS = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
 # where none was given, or what one is
 NO_CONF = {"data/commands.py", "train/words.py", "train/usage.py", "eval/sweep.py", "launch/sweep.py"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_given(monkeypatch):
-    monkeypatch.setenv(GIVEN, "")  # so that it is put back
-    monkeypatch.delenv(GIVEN)
 
 
 def test_a_command_has_the_words_that_were_given_but_those_of_one_call(monkeypatch, tmp_path):

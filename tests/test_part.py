@@ -99,7 +99,8 @@ def states(folder: Path) -> dict[str, list[Any]]:
     """Id -> tokens, mask and states; fails where an id is there twice."""
     store = Store(folder, verify=True)
     assert len(set(store.ids)) == len(store.ids) and store.manifest["closed"]
-    return {name: [None if x is None else x.tolist() for x in store.get(i, (0, 1, 2)).values()] for i, name in enumerate(store.ids)}
+    found = {name: store.get(i, (0, 1, 2)) for i, name in enumerate(store.ids)}
+    return {name: [x.tolist() for x in item.values() if isinstance(x, torch.Tensor)] for name, item in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +275,41 @@ def test_parts_that_end_at_the_same_moment_leave_one_file(tmp_path):
         assert [process.exitcode for process in running] == [0] * 4
         assert len(read_answers(folder / "train.jsonl")[0]) == 78 and not list(folder.glob("*part*"))
         assert not unfinished(folder / "train.jsonl").exists()
+
+
+def test_refusals_of_an_earlier_call_are_asked_for_again_and_nothing_is_lost(tmp_path):
+    """Part 1 ends first: the old list says that r4#0 has no answer, but part 0 is at it."""
+    collect(request(tmp_path, WHOLE, n=4, samples=1), answer_some)
+    (tmp_path / "train.quarantine.jsonl").write_text('{"id": "r4#0", "reason": "refused"}\n')
+    collect(request(tmp_path, Part(1, 2), n=7, samples=1), answer_some)
+    assert unfinished(tmp_path / "train.jsonl").exists()
+    collect(request(tmp_path, Part(0, 2), n=7, samples=1), answer_some)
+    assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ["r0#0", "r1#0", "r2#0", "r4#0", "r5#0", "r6#0"]
+
+
+def test_without_the_mark_the_answers_of_parts_are_joined_all_the_same(tmp_path):
+    """It may be deleted, as a message says, to make do with the answers there are."""
+    collect(request(tmp_path, Part(0, 2), n=7, samples=1), answer_some)
+    unfinished(tmp_path / "train.jsonl").unlink()
+    collect(request(tmp_path, WHOLE, n=4, samples=1), answer_some)
+    assert {a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]} == {"r0#0", "r1#0", "r2#0", "r4#0", "r6#0"}
+
+
+def test_what_a_part_is_still_writing_stays(tmp_path):
+    """It was started with more prompts than the one that ends."""
+
+    def slow(todo: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+        with out.open("a") as f:
+            for item in todo:
+                f.write(json.dumps({**item, "response_ids": [1], "finish_reason": "stop"}) + "\n")
+                f.flush()
+                collect(request(tmp_path, Part(1, 2), n=4, samples=1), answer_some)
+        return {"seconds": 1.0, "generated_tokens": len(todo)}
+
+    with alone(tmp_path, "data.responses", Part(0, 2)):
+        collect(request(tmp_path, Part(0, 2), n=7, samples=1), slow)
+    collect(request(tmp_path, WHOLE, n=7, samples=1), answer_some)
+    assert len(read_answers(tmp_path / "train.jsonl")[0]) == 6
 
 
 # --- with the engine

@@ -18,7 +18,8 @@ from data.target import spec_from_config
 from heads.base import Batch, Frozen
 from train import inputs, plan
 from train.config import ROOT, choices, load
-from train.plan_table import show
+from train.devices import GPUS
+from train.plan_table import render, show
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def test_a_document_over_the_budget_is_a_batch_by_itself(cfg, capsys):
     cfg.train.micro_tokens = 16
     found = planned(cfg, 2)
     assert found.tokens_per_step == 2 * cfg.data.max_length and not whole.over_budget
-    show(found)
+    show([render(found, GPUS["h100"])])
     cfg.train.micro_tokens = cfg.data.max_length
     assert found.memory == planned(cfg, 2).memory
     assert (

@@ -145,7 +145,10 @@ def test_a_rounded_export_that_would_load_wrongly_is_refused(fault, target_dir, 
 
 def test_the_report_says_what_rounding_costs():
     offline = {"acceptance_length": 1.7, "unjudged_drafts": 0, "drafts": 10}
-    report = {"offline": offline, "methods": [{"method": "head", "k": 3, "concurrency": 1, "acceptance_length": 1.68}]}
+    report = {
+        "offline": offline,
+        "methods": [{"method": "head", "k": 3, "concurrency": 1, "acceptance_length": 1.68, "draft_sample_method": "greedy"}],
+    }
     said = {"scheme": "int4", "bytes": 3_000_000, "bytes_without": 9_000_000}
     text = comparison(report | {"quantization": said})
     assert "rounding costs 0.020" in text and "3.00 MB instead of 9.00 MB" in text and "int4" in text

@@ -241,7 +241,7 @@ def test_a_shard_that_shrinks_after_opening_is_refused(tmp_path):
     [
         ({"target": manifest()["target"] | {"fingerprint": "f1"}}, "target.fingerprint: the store has 'f0', this run 'f1'"),
         ({"target": manifest()["target"] | {"quantisation": "fp8"}}, "target.quantisation"),
-        ({"template_hash": "other"}, "another template"),
+        ({"template_hash": "other"}, "template_hash"),
         ({"taps": [2, 5]}, "taps"),
         ({"last": "all"}, "last: the store has 'supervised', this run 'all'"),
         ({"dtype": "float16"}, "dtype"),

@@ -24,7 +24,7 @@ def test_each_run_is_named_after_what_is_varied():
     names = [name for name, _ in runs]
     assert names == [f"sweep/a-lr_{lr}{end}" for lr in ("1e-3", "2e-3") for end in ("", "_untrained")]
     assert runs[0][1] == ["conf=a", "optim.lr=1e-3", "train.steps=5", "name=sweep/a-lr_1e-3"]
-    assert runs[3][1][-3:] == ["train.steps=1", "optim.lr=1e-12", "eval.methods=[none,head]"]
+    assert runs[3][1][-3:] == ["optim.lr=1e-12", "eval.methods=[none,head]", "eval.limit=8"]
     assert [name for name, _ in sweep.plan(["conf=a,b", "head.loss=0.1*ce+0.9*tv"], untrained=False)] == ["sweep/a", "sweep/b"]
 
 

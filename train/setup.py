@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from data.batch import Batches
+from data.commands import command
 from data.errors import UserError
 from data.files import read_object
 from data.forward import Forward
-from data.identity import asks, check_responses, identity, template_hash, tokenizer_hash
+from data.identity import asks, check_responses, identity, read_asked, template_hash, tokenizer_hash
 from data.online import Answers
 from data.sequences import Sequences
 from data.store import Store, check_compatible
@@ -49,6 +50,15 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
         tokenizer_hash=tokenizer_hash(target_dir),
         template_hash=template_hash(target_dir),
     )
+    answers = Path(cfg.data.responses) / f"{split}.jsonl"
+    if (told := read_asked(answers)) is not None:  # a store may come without its answers
+        check_responses(answers, identity(target_dir, cfg.target), asks(cfg.data, split))
+        asked = set(told["ids"])
+        if more := [name for name in store.ids if name not in asked]:
+            raise UserError(
+                f"{store.folder}: holds {len(more)} sequences that are not asked for now, {more[0]} the first, and all of it would be "
+                f"trained on: set data.store to a new folder, then `{command('capture')}`"
+            )
     return store
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from data.errors import UserError
 from data.files import bytes_text
 from data.manifest import free_bytes
 from heads.base import DraftHead, TargetSpec
 from train.config import RunConfig
 from train.devices import GPUS, Device
 from train.inputs import SPLITS, answers_meta, closed_manifest, of_this_target, strangers
-from train.plan import ITEMSIZE, Plan, build_on_meta, count_prompts, memory, store_size, target_flops, target_parameters
+from train.plan import ITEMSIZE, Plan, build_on_meta, count_prompts, memory, store_size, target_flops, target_parameters, window_sizes
 
 USABLE = 0.9  # share of a memory: the rest is the allocator's, the runtime's and the communication's
 ENGINE_USABLE, ENGINE_FIXED = 0.9, 4e9  # share that vLLM takes by itself, and its activations; what is left of it holds weights and cache
@@ -87,14 +89,14 @@ def _engine(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> Ju
 
 def _disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> Judged:
     store, run_dir, cap = Path(cfg.data.store), Path(cfg.run_dir), cfg.data.max_store_gb * 1e9
-    if found.store_bytes is None or found.tokens is None:
+    if found.store_bytes is None:
         return UNSURE, "disk: unknown, for nothing bounds the prompts: set data.limit and data.heldout_limit"
-    there = sum(path.stat().st_size for path in store.glob("*/shard-*.safetensors"))
+    there = sum(path.stat().st_size for path in store.rglob("shard-*.safetensors"))
     need = max(0, found.store_bytes - there)
     saved = (cfg.train.keep + 1) * found.head_parameters * (16 + ITEMSIZE[cfg.train.dtype])  # weights, masters, two moments, export's copy
     free, free_run = free_bytes(store), free_bytes(run_dir)
     beside = saved if free == free_run else 0  # one disk for both
-    at_most = "at most " * (found.tokens.source == "bound")
+    at_most = "at most " * (found.tokens is not None and found.tokens.source == "bound")
     text = f"disk: {at_most}{bytes_text(need)} of states are still to be written to {store}, where {bytes_text(free)} are free, and "
     text += f"{bytes_text(saved)} of checkpoints to {run_dir}{'' if beside else f', where {bytes_text(free_run)} are free'}"
     if saved > free_run:
@@ -120,13 +122,24 @@ def _less_disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan, r
         size = sum(sizes(replace(cfg, data=replace(cfg.data, states_dtype="fp8"))))
         ways.append(f"data.states_dtype=fp8 makes it {bytes_text(size)}{'' if size <= room else ', still too much'}")
     train, heldout = sizes(cfg)
-    if (prompts := count_prompts(cfg, "train")) and (fewer := int(prompts * max(0, room - heldout) / train)):
+    if train and (prompts := count_prompts(cfg, "train")) and (fewer := int(prompts * max(0, room - heldout) / train)):
         ways.append(f"data.limit={fewer} fits")
-    if cfg.data.window_gb is None:
-        ways.append(f"data.window_gb={room / 1e9 * USABLE:.3g} keeps a window of it")
+    if cfg.data.window_gb is None and heldout < room and (words := _window(cfg, head, found.world, room * USABLE)):
+        ways.append(f"{words} keeps a window of it")
     if found.store_bytes and cfg.data.max_store_gb * 1e9 <= room:
         ways.append(f"data.max_store_gb={found.store_bytes / 1e9 * 1.05:.0f} allows it, where the disk has room")
     return "; or ".join(ways)
+
+
+def _window(cfg: RunConfig, head: DraftHead, world: int, room: float) -> str:
+    """The words that keep a window of the training's states in so many bytes: what lies between two checkpoints must fit in it."""
+    data, every = replace(cfg.data, window_gb=round(room / 1e9, 3)), cfg.train.save_every
+    while every:
+        with suppress(UserError):
+            window_sizes(replace(cfg, data=data, train=replace(cfg.train, save_every=every)), head, world)
+            return f"data.window_gb={data.window_gb:g}" + f" train.save_every={every}" * (every < cfg.train.save_every)
+        every //= 2
+    return ""
 
 
 def _times(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> list[str]:
