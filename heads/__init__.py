@@ -21,7 +21,7 @@ def build(head: dict[str, Any], target: TargetSpec) -> DraftHead:
     module, _, name = path.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ModuleNotFoundError, AttributeError) as error:  # another ImportError is a fault of the module itself
         raise ValueError(f"head._target_ {path!r} does not exist: {error}") from None
     if not (inspect.isclass(cls) and issubclass(cls, DraftHead)):
         raise ValueError(f"head._target_ {path!r} is not a DraftHead")
