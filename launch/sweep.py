@@ -19,7 +19,7 @@ from train.words import take
 def main() -> None:
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
-        return print(usage(__doc__, ()))
+        return print(usage(__doc__ or "", ()))
     own = take("untrained", "out")
     runs = sweep.plan(sys.argv[1:], own.get("untrained", "false") == "true")
     failed = sweep.run_all(ROOT, runs)
