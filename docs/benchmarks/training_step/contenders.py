@@ -64,9 +64,8 @@ def build_draftsmith(job: Job) -> Callable[[], object]:
     from train.engine import Engine
 
     folder = Path(job.data["target"])
-    cfg = load(
-        ["conf=smollm_eagle3", f"head.depths={job.depths}", "head.train_lm_head=true", "head.fc_norm=false", "head.norm_output=false"]
-    )
+    words = [f"head.taps={TAPS}", f"head.depths={job.depths}", "head.train_lm_head=true", "head.fc_norm=false", "head.norm_output=false"]
+    cfg = load(["conf=smollm_eagle3", "optim=cosine", *words])
     cfg.train.dtype = str(job.dtype).removeprefix("torch.")
     cfg.head["draft_vocab_size"] = job.draft_vocab if job.draft_vocab < V else None
     dist.start(torch.get_num_threads())
