@@ -54,17 +54,17 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
     Records whose prompt leaves no room for an answer are listed beside the answers. UserError where the file was made with another meta, or
     answers other prompts. Returns answers, tokens and finish shares of what was asked for, and tokens_per_second of this run.
     """
-    out, own, most = request.out_path, request.part.beside(request.out_path), request.target_cfg.max_model_len - 1
+    out, own = request.out_path, request.part.beside(request.out_path)
     out.parent.mkdir(parents=True, exist_ok=True)
     with turn(out.parent):
         check_meta(out, request.meta)
         done = _finished(own)
         for path in {out, *part_files(out)} - {own}:
             done |= _prompts(read_answers(path)[0]) if path.exists() else {}
-    mine = request.part.of(request.records)
-    _say_long(mine, most, own)
-    todo = unanswered([r for r in mine if len(r["prompt_ids"]) <= most], request.sampling["samples"], done, out)
-    wanted = [name for record, name in asked(request) if record not in _too_long(request)]
+    mine, long = request.part.of(request.records), _too_long(request)
+    _say_long([r for r in mine if r["id"] in long], len(mine), request.target_cfg.max_model_len - 1, own)
+    todo = unanswered([r for r in mine if r["id"] not in long], request.sampling["samples"], done, out)
+    wanted = [name for record, name in asked(request) if record not in long]
     there = sum(name in done for name in wanted)
     others = f", and {len(done) - there} to other prompts, which stay" if len(done) > there else ""
     print(f"respond: {len(todo)} answers to sample, {there} already in {out}{others}", flush=True)
@@ -127,10 +127,10 @@ def join(request: Request) -> bool:
             aside: dict[str, Any] = {}
             for path in {Part(number, part.count).beside(listed) for number in range(part.count)} - {listed}:
                 aside |= {line["id"]: line for line in read_jsonl_tolerant(path)[0]} if path.exists() else {}
-            known, long = answers.keys() | aside.keys(), _too_long(request)
-            if several and not all(record in long or {record, name} & known for record, name in asked(request)):
+            known, long, names = answers.keys() | aside.keys(), _too_long(request), asked(request)
+            if several and not all(record in long or {record, name} & known for record, name in names):
                 return False
-            place = {name: i for i, (_, name) in enumerate(asked(request))}
+            place = {name: i for i, (_, name) in enumerate(names)}
             ordered = sorted(answers.values(), key=lambda answer: place.get(answer["id"], len(place)))
             replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
             if several:  # one alone has just made its own list
@@ -247,13 +247,12 @@ def set_aside(out_path: Path, lines: list[dict[str, Any]], *, anew: bool) -> Pat
     return path
 
 
-def _say_long(records: list[dict[str, Any]], most: int, out_path: Path) -> None:
-    """Lists beside the answers, and counts aloud, the records whose prompt leaves no room for an answer."""
-    long = [r for r in records if len(r["prompt_ids"]) > most]
+def _say_long(long: list[dict[str, Any]], count: int, most: int, out_path: Path) -> None:
+    """Lists beside the answers, and counts aloud, the records of `count` whose prompt leaves no room for an answer."""
     reasons = [f"prompt of {len(r['prompt_ids'])} tokens, over target.max_model_len - 1 = {most}" for r in long]
     path = set_aside(out_path, [{"id": r["id"], "reason": reason} for r, reason in zip(long, reasons, strict=True)], anew=True)
     if long:
-        print(f"respond: {len(long)} of {len(records)} prompts are longer than {most} tokens and left out: {path}", flush=True)
+        print(f"respond: {len(long)} of {count} prompts are longer than {most} tokens and left out: {path}", flush=True)
 
 
 def _summary(answers: list[dict[str, Any]], ran: dict[str, Any]) -> dict[str, Any]:

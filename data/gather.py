@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from data.lock import turn
 from data.manifest import check_same_capture, is_whole, read_manifest
+from data.prompts import read_jsonl_tolerant
 from data.store import StoreWriter
 
 
@@ -35,9 +35,8 @@ def _adopt(whole: StoreWriter, part: Path) -> None:
     listed = {s["file"]: s for s in mine["shards"] if s["file"] in own or not s["file"].startswith(f"{part.name}/")}
     mine["shards"] = list((listed | own).values())  # in the places they had: a training draws its batches by them
     whole.done = {name for shard in mine["shards"] for name in shard["ids"]} | whole.quarantined
-    set_aside = part / "quarantine.jsonl"
-    lines = [json.loads(line) for line in set_aside.read_text(encoding="utf-8").split("\n")[:-1]] if set_aside.exists() else []
-    for line in lines:
+    listed_aside = part / "quarantine.jsonl"
+    for line in read_jsonl_tolerant(listed_aside)[0] if listed_aside.exists() else []:
         if line["id"] not in whole.done:
             whole.done.add(line["id"])
             whole.set_aside(line["id"], line["reason"])

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,12 @@ def check_disk(folder: Path, need_bytes: int, cap_gb: float) -> None:
             f"{folder}: the hidden states take {bytes_text(need_bytes)}, over the cap data.max_store_gb={cap_gb:g}; "
             "raise data.max_store_gb, or lower data.limit or data.max_length"
         )
-    have = sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
-    check_free(folder, need_bytes - have)
+    check_free(folder, need_bytes - stored_bytes(folder))
+
+
+def stored_bytes(folder: Path) -> int:
+    """Of all shards in `folder` and below."""
+    return sum(path.stat().st_size for path in folder.rglob("shard-*.safetensors"))
 
 
 def free_bytes(folder: Path) -> int:
@@ -98,7 +103,7 @@ def check_same_sequences(folder: Path, tokens: dict[str, list[int]]) -> None:
     """Refuses (UserError) to go on with a store that holds other sequences than `tokens` (id -> token ids): to other prompts, sampled
     again, or cut shorter by another data.max_length. Longer ones are fine, for readers cut them; shards cut short do not count anyway.
     """
-    more: list[str] = []
+    there: list[str] = []
     for shard in read_manifest(folder)["shards"]:
         path = folder / shard["file"]
         if not is_whole(folder, shard):
@@ -112,8 +117,13 @@ def check_same_sequences(folder: Path, tokens: dict[str, list[int]]) -> None:
             if name in tokens and ids_T[: len(tokens[name])].tolist() != tokens[name]:
                 what = f"{name} has {len(ids_T)} tokens there and {len(tokens[name])} others now"
                 raise UserError(f"{folder}: {what}: the answers were sampled again, or data.max_length was raised. {anew()}")
-        more += [name for name in shard["ids"] if name not in tokens]
-    if more:  # a training reads all of a store
+        there += shard["ids"]
+    check_asked(folder, there, tokens)
+
+
+def check_asked(folder: Path, there: Iterable[str], wanted: Container[str]) -> None:
+    """Refuses (UserError) a store that holds more than is asked for, by the ids of its sequences: a training reads all of it."""
+    if more := [name for name in there if name not in wanted]:
         raise UserError(f"{folder}: {len(more)} sequences in it, {more[0]} the first, are no answers to what this conf asks now. {anew()}")
 
 

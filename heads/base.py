@@ -53,6 +53,13 @@ class Export:
     extra: dict[str, Tensor] = field(default_factory=dict)  # engine tensors that are no parameter of ours (maps, lm_head rows)
 
 
+def check_positive(**settings: int) -> None:
+    """ValueError: a setting of the head's section that is below 1."""
+    for key, value in settings.items():
+        if value < 1:
+            raise ValueError(f"head.{key} must be at least 1, not {value}")
+
+
 class DraftHead(nn.Module):
     """Base of every head. Built from a TargetSpec alone, so it builds on the `meta` device for any target."""
 

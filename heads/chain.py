@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.attention import Documents
-from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec
+from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec, check_positive
 from heads.losses import Labels, fused_loss
 from heads.metrics import hits, rates
 from heads.objectives import parse
@@ -42,9 +42,7 @@ class ChainHead(DraftHead):
     ) -> None:
         super().__init__()
         self.mixture = parse(loss)
-        for key, value in (("depths", depths), ("loss_chunk", loss_chunk)):
-            if value < 1:
-                raise ValueError(f"head.{key} must be at least 1, not {value}")
+        check_positive(depths=depths, loss_chunk=loss_chunk)
         if not 0 < depth_decay <= 1:
             raise ValueError(f"head.depth_decay must be in (0, 1], not {depth_decay}")
         if draft_vocab_size is not None and not 1 <= draft_vocab_size <= target.vocab_size:

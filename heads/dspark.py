@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.base import Batch, Export, TargetSpec
+from heads.base import Batch, Export, TargetSpec, check_positive
 from heads.block import BlockHead
 from heads.losses import Labels, LowRank, fused_loss
 
@@ -61,8 +61,7 @@ class DSpark(BlockHead):
             loss=loss,
             loss_chunk=loss_chunk,
         )
-        if markov_rank < 1:
-            raise ValueError(f"head.markov_rank must be at least 1, not {markov_rank}")
+        check_positive(markov_rank=markov_rank)
         if not 0 <= confidence_weight < math.inf:
             raise ValueError(f"head.confidence_weight must be finite and not negative, not {confidence_weight}")
         if plugin and sample_from_anchor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
-from heads.base import Batch, Export, TargetSpec
+from heads.base import Batch, Export, TargetSpec, check_positive
 from heads.layers import MLP, Attention, Block, RMSNorm, llama_config, rows_at
 from heads.recurrent import RecurrentHead
 
@@ -76,8 +76,7 @@ class Eagle3(RecurrentHead):
             draft_vocab_size=draft_vocab_size,
             train_lm_head=train_lm_head,
         )
-        if num_layers < 1:
-            raise ValueError(f"head.num_layers must be at least 1, not {num_layers}")
+        check_positive(num_layers=num_layers)
         _check_taps(taps, target, fc_norm or norm_before_fc)
         self.taps, self.needs_last = tuple(taps), "supervised" if taps else "all"
         size, eps = target.hidden_size, target.rms_norm_eps

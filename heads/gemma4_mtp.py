@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues, Rows
-from heads.base import Batch, Export, Frozen, TargetSpec
+from heads.base import Batch, Export, Frozen, TargetSpec, check_positive
 from heads.flash import grouped
 from heads.layers import MLP, Attention, RMSNorm, rope_tables, rotate
 from heads.recurrent import RecurrentHead
@@ -110,9 +110,7 @@ class Gemma4MTP(RecurrentHead):
     ) -> None:
         super().__init__(target=target, depths=depths, depth_decay=depth_decay, loss=loss, loss_chunk=loss_chunk)
         kinds, sizes = _kinds(target), {"hidden_size": hidden_size, "num_heads": num_heads, "intermediate_size": intermediate_size}
-        for key, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"head.{key} must be at least 1, not {value}")
+        check_positive(**sizes)
         if depths < 2:
             raise ValueError(f"head.depths must be at least 2, not {depths}: the projection that is fed back learns from the second on")
         if not layers or not set(layers) <= set(kinds) or layers[-1] != "full_attention":

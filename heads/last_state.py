@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.attention import Documents
-from heads.base import Batch, Frozen, TargetSpec
+from heads.base import Batch, Frozen, TargetSpec, check_positive
 from heads.chain import ChainHead, Levels
 from heads.losses import Labels
 
@@ -42,8 +42,7 @@ class ResidualBlock(nn.Module):
 
 def residual_blocks(input_sizes: list[int], size: int, num_layers: int) -> nn.ModuleList:
     """num_layers blocks for each depth, of parameters of their own; the first of each reads its input_sizes."""
-    if num_layers < 1:
-        raise ValueError(f"head.num_layers must be at least 1, not {num_layers}")
+    check_positive(num_layers=num_layers)
     later = range(num_layers - 1)
     return nn.ModuleList(nn.Sequential(ResidualBlock(n, size), *(ResidualBlock(size, size) for _ in later)) for n in input_sizes)
 

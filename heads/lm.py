@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
-from heads.base import Batch, Export, Frozen, TargetSpec
+from heads.base import Batch, Export, Frozen, TargetSpec, check_positive
 from heads.chain import ChainHead
 from heads.layers import Block, RMSNorm, llama_config
 from heads.objectives import reads_target
@@ -46,9 +46,7 @@ class LanguageModel(ChainHead):
         super().__init__(target=target, depths=depths, depth_decay=1.0, loss_chunk=loss_chunk, loss=loss)
         sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
         sizes |= {"num_kv_heads": num_kv_heads, "intermediate_size": intermediate_size}
-        for key, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"head.{key} must be at least 1, not {value}")
+        check_positive(**sizes)
         if hidden_size % (2 * num_heads):
             raise ValueError(f"head.hidden_size must be head.num_heads={num_heads} heads of an even size, not {hidden_size}")
         if num_heads % num_kv_heads:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import refused
 
-from data.answers import write_asked
+from data.answers import check_meta, write_asked
 from data.builtin import build_tiny
 from data.errors import UserError
-from data.identity import check_responses, identity
+from data.identity import asks, check_responses, identity
 from data.store import StoreWriter
 from data.target import spec
 from heads import build
@@ -62,6 +63,23 @@ def test_quantised_states_say_so_and_are_another_targets(target, tmp_path):
     assert len(setup.open_store(cfg, head, target, "train")) == 3
     with pytest.raises(UserError, match=r"target: the store was captured from.*launch/capture\.py"):
         setup.open_store(cfg, head, quantised, "train")
+
+
+def test_a_store_of_more_than_is_asked_for_is_not_trained_on(target, tmp_path):
+    """Or a run with data.limit=8 would be trained on what another limit had captured."""
+    cfg = config(tmp_path)
+    cfg.data.responses = str(tmp_path)
+    store(cfg, target, list(range(10, 20)))
+    answers, head = tmp_path / "train.jsonl", build(HEAD, spec(target))
+    assert len(setup.open_store(cfg, head, target, "train")) == 3, "a store may come without its answers"
+    check_meta(answers, identity(target, cfg.target))
+    answers.touch()
+    write_asked(answers, asks(cfg.data, "train"), ["0", "1", "2"])
+    assert len(setup.open_store(cfg, head, target, "train")) == 3
+    write_asked(answers, asks(cfg.data, "train"), ["0", "1"])
+    refused(lambda: setup.open_store(cfg, head, target, "train"), "1 sequences in it, 2 the first", "data.store", "launch/capture.py")
+    cfg.data.limit = 2
+    refused(lambda: setup.open_store(cfg, head, target, "train"), "data.limit was", "launch/respond.py")
 
 
 def test_states_under_another_chat_template_are_refused(target, tmp_path):

@@ -33,7 +33,7 @@ def device() -> torch.device:
 
 def start(threads: int | None = None) -> None:
     """Joins the process group once. Without torchrun this process is a world of one, and no port is opened for it."""
-    alone = "RANK" not in os.environ
+    alone = "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1"  # set so too by the process that began this one
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
     if threads is not None:

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from data.batch import Batches
-from data.commands import command
 from data.errors import UserError
 from data.files import read_object
 from data.forward import Forward
-from data.identity import asks, check_responses, identity, read_asked, template_hash, tokenizer_hash
+from data.identity import asks, check_responses, identity, read_asked
+from data.manifest import check_asked
 from data.online import Answers
 from data.sequences import Sequences
 from data.store import Store, check_compatible
-from data.target import fingerprint, frozen, spec, tensors
+from data.target import frozen, spec, tensors
 from data.vocab import count_supervised, coverage, draft_vocab
 from data.window import Window
 from heads import build
@@ -42,23 +42,19 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
         raise UserError(
             f"{store.folder}: holds a window of states; set data.window_gb as its capture has it, or data.store to another folder"
         )
+    maker = identity(target_dir, cfg.target)
     check_compatible(
         store.manifest,
-        fingerprint=fingerprint(target_dir),
+        fingerprint=maker["target"]["fingerprint"],
         taps=head.taps,
         needs_last=head.needs_last,
-        tokenizer_hash=tokenizer_hash(target_dir),
-        template_hash=template_hash(target_dir),
+        tokenizer_hash=maker["tokenizer_hash"],
+        template_hash=maker["template_hash"],
     )
     answers = Path(cfg.data.responses) / f"{split}.jsonl"
     if (told := read_asked(answers)) is not None:  # a store may come without its answers
-        check_responses(answers, identity(target_dir, cfg.target), asks(cfg.data, split))
-        asked = set(told["ids"])
-        if more := [name for name in store.ids if name not in asked]:
-            raise UserError(
-                f"{store.folder}: holds {len(more)} sequences that are not asked for now, {more[0]} the first, and all of it would be "
-                f"trained on: set data.store to a new folder, then `{command('capture')}`"
-            )
+        check_responses(answers, maker, asks(cfg.data, split))
+        check_asked(store.folder, store.ids, set(told["ids"]))
     return store
 
 

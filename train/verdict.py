@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.files import bytes_text
-from data.manifest import free_bytes
+from data.manifest import free_bytes, stored_bytes
 from heads.base import DraftHead, TargetSpec
 from train.config import RunConfig
 from train.devices import GPUS, Device
@@ -26,13 +26,13 @@ Judged = tuple[str, str]  # one of these, and why
 
 def verdict(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> list[str]:
     """Lines to print under the table."""
-    head = build_on_meta(cfg, spec)
+    head, others = build_on_meta(cfg, spec), strangers(cfg)
     judged = [_training(cfg, spec, head, found, device), _engine(cfg, spec, found, device), _disk(cfg, spec, head, found)]
-    judged += [(NOT, f"{place} holds another target's: set it to another folder") for place in strangers(cfg)]
+    judged += [(NOT, f"{place} holds another target's: set it to another folder") for place in others]
     words = {NOT: f"it does not fit: change what {NOT} says", UNSURE: f"it may not fit: see {UNSURE.strip()}", FITS: "it fits"}
     worst = next(mark for mark in words if mark in {mark for mark, _ in judged})
     lines = [f"Verdict: {words[worst]}.", *(f"  {mark} {text}" for mark, text in judged)]
-    return [*lines, "Time of each stage, a yardstick and no promise:", *(f"  {line}" for line in _times(cfg, spec, found, device))]
+    return [*lines, "Time of each stage, a yardstick and no promise:", *(f"  {line}" for line in _times(cfg, spec, found, device, others))]
 
 
 def _training(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan, device: Device) -> Judged:
@@ -91,7 +91,7 @@ def _disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> Jud
     store, run_dir, cap = Path(cfg.data.store), Path(cfg.run_dir), cfg.data.max_store_gb * 1e9
     if found.store_bytes is None:
         return UNSURE, "disk: unknown, for nothing bounds the prompts: set data.limit and data.heldout_limit"
-    there = sum(path.stat().st_size for path in store.rglob("shard-*.safetensors"))
+    there = stored_bytes(store)
     need = max(0, found.store_bytes - there)
     saved = (cfg.train.keep + 1) * found.head_parameters * (16 + ITEMSIZE[cfg.train.dtype])  # weights, masters, two moments, export's copy
     free, free_run = free_bytes(store), free_bytes(run_dir)
@@ -142,8 +142,8 @@ def _window(cfg: RunConfig, head: DraftHead, world: int, room: float) -> str:
     return ""
 
 
-def _times(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> list[str]:
-    """One line a stage, with what it assumes."""
+def _times(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device, others: list[str]) -> list[str]:
+    """One line a stage, with what it assumes. others: train.inputs.strangers."""
     engines, ranks = (1, 1) if device.shared else (cfg.target.tensor_parallel, found.world)
     most = "at most " if found.tokens and found.tokens.source == "bound" else ""
     product = f"{REACHED:.0%} of {_rate(device.flops)}FLOP/s"
@@ -166,7 +166,7 @@ def _times(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> lis
             lines = [f"answers: as long as {cfg.data.server} takes"]
         seconds = found.capture_flops / (engines * device.flops * REACHED)
         lines += [line("capture", seconds, engines, f"{product}; disk not counted") if seconds else "capture: runs no engine"]
-        if cfg.data.window_gb is None and all(closed_manifest(cfg, split) for split in SPLITS) and not strangers(cfg):
+        if cfg.data.window_gb is None and all(closed_manifest(cfg, split) for split in SPLITS) and not others:
             lines[-1] = "capture: there already"
     seconds = found.flops / (ranks * device.flops * REACHED)
     return [*lines, line("training", seconds, ranks, f"{product}; loading not counted")]

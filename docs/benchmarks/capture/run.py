@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +27,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 import torch
+from contender import THREADS, Contender, cpu_name
 
 from data.chat import all_prompt_ids, load_tokenizer
 from data.engine import capture_job, engine_identity
@@ -41,37 +39,13 @@ from data.prompts import read_prompts, select
 from data.target import resolve, spec
 from train.config import load
 
-THREADS = os.cpu_count() or 1
 ANSWER = 75  # tokens
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 NOTE = "its command asks a vLLM server whose connector copies on CUDA streams, which a CPU has not; see stock_tok_s"
 
 
-class Contender:
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        env = {**os.environ, **QUIET, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": f"{ROOT}:{HERE}"}
-        command = [sys.executable, str(HERE / "worker.py"), json.dumps({**settings, "name": name, "threads": THREADS})]
-        self.name, self.log = name, Path(settings["folder"]) / f"{name}.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.read()
-
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} stopped:\n{self.log.read_text()[-2000:]}")
-        return json.loads(line)
-
-    def take(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def contender(name: str, settings: dict[str, Any]) -> Contender:
+    return Contender(HERE / "worker.py", name, settings, QUIET | {"PYTHONPATH": f"{ROOT}:{HERE}"})
 
 
 def sequences(target_dir: Path, count: int) -> list[dict[str, Any]]:
@@ -89,22 +63,22 @@ def best_batch(settings: dict[str, Any], batches: list[int]) -> int:
     """Of transformers: the batch size of its fastest pass."""
     seconds = {}
     for batch in batches:
-        contender = Contender("transformers", {**settings, "batch": batch})
-        seconds[batch] = contender.take()["seconds"]
-        contender.close()
+        one = contender("transformers", {**settings, "batch": batch})
+        seconds[batch] = one.ask()["seconds"]
+        one.close()
         print(f"transformers, batch {batch}: {seconds[batch]:.1f} s", flush=True)
     return min(seconds, key=seconds.__getitem__)
 
 
 def measure(settings: dict[str, Any], rounds: int, tokens: int) -> dict[str, dict[str, float]]:
-    contenders = [Contender(name, settings) for name in ("capture", "prefill", "stock", "transformers")]
-    times: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
+    contenders = [contender(name, settings) for name in ("capture", "prefill", "stock", "transformers")]
+    times: dict[str, list[dict[str, float]]] = {one.name: [] for one in contenders}
     for number in range(rounds):
-        for contender in contenders[number % 2 :] + contenders[: number % 2]:
-            times[contender.name].append(contender.take())
+        for one in contenders[number % 2 :] + contenders[: number % 2]:
+            times[one.name].append(one.ask())
         print(" ".join(f"{name} {tokens / passes[-1]['seconds']:.0f}" for name, passes in times.items()), "tokens/s", flush=True)
-    for contender in contenders:
-        contender.close()
+    for one in contenders:
+        one.close()
     return {name: {key: statistics.median(p[key] for p in passes) for key in ("seconds", "cpu")} for name, passes in times.items()}
 
 
@@ -159,8 +133,7 @@ def main() -> None:
         medians = measure(settings, args.rounds, tokens)
     finally:
         shutil.rmtree(folder)
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
-    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu or platform.machine(), "threads": THREADS, "torch": torch.__version__}
+    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "threads": THREADS, "torch": torch.__version__}
     machine |= {"vllm": engine_identity()["version"], "dtype": cfg.target.dtype, "sequences": len(todo), "tokens": tokens}
     machine |= {"rounds": args.rounds, "taps": len(taps), "transformers_batch": settings["batch"]}
     found: dict[str, Any] = {"machine": machine}

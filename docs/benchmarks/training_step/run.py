@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,9 +21,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 import torch
+from contender import THREADS, Contender, cpu_name
 
 from train.dist import usual_dtype
 
@@ -37,7 +36,6 @@ PEERS = {
 TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "34359738368"}
 D, INTER, V, Q, KV = 576, 1536, 49152, 576, 192
 ROWS = [f"{shape}:{k}:{u}" for u in (8192, V) for shape in ("1x1024", "4x512", "1x4096") for k in (3, 7)]
-THREADS = os.cpu_count() or 1
 
 
 def install(name: str) -> Path:
@@ -50,33 +48,9 @@ def install(name: str) -> Path:
     return folder
 
 
-class Contender:
-    def __init__(self, name: str, settings: dict[str, Any], env: dict[str, str]) -> None:
-        path = str(install(name)) if name in PEERS else ""
-        env = {**os.environ, **env, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(THREADS)}
-        command = [sys.executable, str(HERE / "worker.py"), json.dumps({**settings, "name": name, "threads": THREADS, "warm": 2})]
-        self.name, self.log = name, ROOT / ".bench" / f"{name}.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.read()
-
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            last = self.log.read_text().strip().splitlines()[-1:]
-            raise RuntimeError(f"{self.name} stopped: {' '.join(last)} (whole log: {self.log})")
-        return json.loads(line)
-
-    def ask(self, what: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def contender(name: str, settings: dict[str, Any], env: dict[str, str]) -> Contender:
+    path = str(install(name)) if name in PEERS else ""
+    return Contender(HERE / "worker.py", name, {**settings, "warm": 2}, env | {"PYTHONPATH": path})
 
 
 def measure(settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[str, dict[str, float]]:
@@ -84,17 +58,17 @@ def measure(settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[
     contenders, found = [], {}
     for name in ("draftsmith", *PEERS):
         try:
-            contenders.append(Contender(name, settings, env))
+            contenders.append(contender(name, settings, env))
         except RuntimeError as error:
             print(f"  {error}", flush=True)
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     for _ in range(rounds):
-        for contender in contenders:
-            times[contender.name].append(contender.ask("step")["wall"])
-    for contender in contenders:
-        peak = contender.ask("peak")
-        found[contender.name] = {"seconds": statistics.median(times[contender.name]), "gb": peak["peak_gb"] - peak["idle_gb"]}
-        contender.close()
+        for one in contenders:
+            times[one.name].append(one.ask("step")["wall"])
+    for one in contenders:
+        peak = one.ask("peak")
+        found[one.name] = {"seconds": statistics.median(times[one.name]), "gb": peak["peak_gb"] - peak["idle_gb"]}
+        one.close()
     return found
 
 
@@ -176,10 +150,7 @@ def main() -> None:
     if not data.exists():
         subprocess.run([sys.executable, str(HERE / "data.py"), str(data)], check=True)
     peak = peak_flops(getattr(torch, dtype))
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.machine()
-    )
-    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu, "threads": THREADS, "torch": torch.__version__, "dtype": dtype}
+    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "threads": THREADS, "torch": torch.__version__, "dtype": dtype}
     machine["peak_gflops"] = peak / 1e9
     rows = [row(text, args.rounds, dtype, data, peak, share) for share in (1.0, args.supervised) for text in args.rows.split(",")]
     (args.out / "training_step.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
