@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from heads.attention import Documents, KeyValues, Rows
 from heads.base import Batch, Export, Frozen, TargetSpec, check_positive
 from heads.flash import grouped
-from heads.layers import MLP, Attention, RMSNorm, rope_tables, rotate
+from heads.kernels import rotate
+from heads.layers import MLP, Attention, RMSNorm, rope_tables
 from heads.recurrent import RecurrentHead
 from heads.target import AttentionKind
 

@@ -9,12 +9,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues, Rows, causal_diagonal
 from heads.base import TargetSpec
 from heads.block_attention import Blocks, block_attention
+from heads.kernels import rms_norm, rotate, swiglu
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [*, H/2] of rotary embedding
 Pair = tuple[Tensor, Tensor]  # keys, values [*, M, H]
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def _llama3(inv_freq: Tensor, s: dict[str, Any]) -> Tensor:
@@ -77,13 +77,6 @@ def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos() * scale, angle.sin() * scale
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout. x [R, N, H]; cos, sin [R, H/2]."""
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Grouped-query attention of one draft layer over all depths: causal over depth 0, own chain beyond it. own_kv: makes keys and
     values, which a subclass may find elsewhere."""
@@ -119,20 +112,6 @@ def rows_at(docs: Documents, cache: KeyValues, last: bool) -> Rows:
     return docs.needed if last or cache.keys else docs.every
 
 
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. Keeps its two inputs for the backward and works out again what autograd would keep besides them: half."""
-
-    @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
-
-
 class MLP(nn.Module):
     """SwiGLU."""
 
@@ -143,7 +122,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.objectives import Rows, logsumexp, mixture, reads_target
+from heads.kernels import compiling, fused, wide
+from heads.objectives import Rows, Scratch, logsumexp, mixture, reads_target
 
 SLICE = 32  # rows of an element-wise pass on a CPU: what it touches stays in cache
 SLICE_BYTES = 64 << 20  # of an element-wise pass on an accelerator: many times what its kernels take to start, little beside a chunk
@@ -41,56 +42,82 @@ class LowRank:
 Products = list[tuple[Tensor, Tensor]]  # (rows [L, *], weight [U, *]): the logits are the sum of rows @ weight^T
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+Teacher = tuple[Tensor, Tensor]  # the target's probabilities [L, U] and sum p log p [L]
+
+
+@fused
+def _teacher_pass(logits_LU: Tensor, softcap: float | None, p_LU: Tensor, spare_LU: Tensor | None) -> Tensor:
+    """Writes the probabilities into p_LU; returns sum p log p [L]."""
+    z_LU = wide(logits_LU)
+    if softcap is not None:
+        z_LU = (z_LU / softcap).tanh() * softcap
+    torch.softmax(z_LU, -1, out=p_LU)
+    return torch.mul(p_LU, z_LU, out=spare_LU).sum(-1) - logsumexp(z_LU, p_LU)
+
+
+@fused
+def _row_pass(  # noqa: PLR0913
+    logits_LU: Tensor, teacher: Teacher | None, take_L: Tensor | None, y_L: Tensor, loss: Mapping[str, float], asked: bool, scratch: Scratch
+) -> tuple[Tensor, Tensor | None]:
+    """Writes the gradient into logits_LU; returns the losses [L] and, where asked, sum min(p, q) [L]. take_L: rows of the teacher, all
+    where not given."""
+    if teacher is None:
+        p, negentropy = None, None
+    else:
+        p, negentropy = teacher if take_L is None else (x[take_L] for x in teacher)
+    rows = Rows(wide(logits_LU), p, negentropy, y_L, scratch)
+    loss_L = mixture(loss, rows)
+    accepted_L = rows.accepted if asked else None
+    logits_LU.copy_(rows.gradient())
+    return loss_L, accepted_L
 
 
 class _Scratch:
     """What one call of the loss needs for a chunk, allocated once: fresh memory of this size costs as much as a pass over it."""
 
     def __init__(self, rows: int, head_UD: Tensor, with_teacher: bool, softcap: float | None) -> None:
-        self.softcap = softcap
-        size, wide = len(head_UD), torch.promote_types(head_UD.dtype, torch.float32)
-        self.step = min(rows, SLICE if head_UD.device.type == "cpu" else max(1, SLICE_BYTES // (size * wide.itemsize)))
+        size, dtype, self.softcap = len(head_UD), torch.promote_types(head_UD.dtype, torch.float32), softcap
+        self.step = min(rows, SLICE if head_UD.device.type == "cpu" else max(1, SLICE_BYTES // (size * dtype.itemsize)))
         self.logits_LU = head_UD.new_empty(rows, size)
-        self.p_LU = head_UD.new_empty(rows if with_teacher else 0, size, dtype=wide)
-        self._slices_LU = [head_UD.new_empty(self.step, size, dtype=wide) for _ in range(3)]
+        self.p_LU = head_UD.new_empty(rows if with_teacher else 0, size, dtype=dtype)
+        self._spare_LU = None if compiling() else [head_UD.new_empty(self.step, size, dtype=dtype) for _ in range(3)]
 
-    def teacher(self, last_LD: Tensor, teacher_UD: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's probabilities [L, U] and sum p log p [L]. The first stay until the next call."""
+    def _spare(self, rows: int) -> Scratch:
+        """A compiled pass has its own."""
+        return (None, None, None) if self._spare_LU is None else tuple(x[:rows] for x in self._spare_LU)
+
+    def teacher(self, last_LD: Tensor, teacher_UD: Tensor) -> Teacher:
+        """The first stay until the next call."""
         logits_LU = torch.mm(last_LD, teacher_UD.T, out=self.logits_LU[: len(last_LD)])
-        if self.softcap is not None:
-            logits_LU.div_(self.softcap).tanh_().mul_(self.softcap)
-        negentropy_L = self.p_LU.new_empty(len(last_LD))
+        p_LU, negentropy_L = self.p_LU[: len(last_LD)], self.p_LU.new_empty(len(last_LD))
         for part in self._parts(len(last_LD)):
-            z, p = _wide(logits_LU[part]), self.p_LU[part]
-            torch.softmax(z, -1, out=p)
-            negentropy_L[part] = torch.mul(p, z, out=self._slices_LU[0][: len(z)]).sum(-1) - logsumexp(z, p)
-        return self.p_LU[: len(last_LD)], negentropy_L
+            z_LU = logits_LU[part]
+            negentropy_L[part] = _teacher_pass(z_LU, self.softcap, p_LU[part], self._spare(len(z_LU))[0])
+        return p_LU, negentropy_L
 
-    def row_losses(
+    def row_losses(  # noqa: PLR0913
         self,
         products: Products,
-        teacher: tuple[Tensor, Tensor] | None,
+        teacher: Teacher | None,
+        take_L: Tensor | None,
         y_L: Tensor,
         loss: Mapping[str, float],
         accepted_L: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for y and loss; teacher: as
-        `teacher` gives it, of these rows. accepted_L, where given, receives sum min(p, q)."""
+        """Loss of each row [L] and its gradient by the logits [L, U], in the scratch. See heads.objectives for y and loss; take_L: these
+        rows of `teacher`. accepted_L, where given, receives sum min(p, q)."""
         (x_LD, head_UD), *terms = products
         logits_LU = torch.mm(x_LD, head_UD.T, out=self.logits_LU[: len(x_LD)])
         for added, weight in terms:
             logits_LU.addmm_(added, weight.T)
         loss_L = self.p_LU.new_empty(len(logits_LU))
         for part in self._parts(len(logits_LU)):
-            z = _wide(logits_LU[part])
-            p, negentropy = (None, None) if teacher is None else (x[part] for x in teacher)
-            rows = Rows(z, p, negentropy, y_L[part], [x[: len(z)] for x in self._slices_LU])
-            loss_L[part] = mixture(loss, rows)
-            if accepted_L is not None:
-                accepted_L[part] = rows.accepted
-            logits_LU[part] = rows.gradient()
+            z_LU, take = logits_LU[part], None if take_L is None else take_L[part]
+            of_part = (teacher[0][part], teacher[1][part]) if teacher is not None and take is None else teacher
+            about = (loss, accepted_L is not None, self._spare(len(z_LU)))
+            loss_L[part], accepted = _row_pass(z_LU, of_part, take, y_L[part], *about)
+            if accepted_L is not None and accepted is not None:
+                accepted_L[part] = accepted
         return loss_L, logits_LU
 
     def _parts(self, rows: int) -> Iterator[slice]:
@@ -126,11 +153,10 @@ class _FusedLoss(torch.autograd.Function):
             teacher = None if last_TD is None else scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
             for k, (given_rows, places) in enumerate(zip(rows_KR, pieces, strict=True)):
                 rows = labels.row_KL[k, places]
-                products, of_rows = [(x[rows], w) for x, w in zip(given_rows, weights, strict=True)], teacher
-                if teacher is not None and len(rows) < len(teacher[0]):
-                    of_rows = (teacher[0][places - i], teacher[1][places - i])
+                products = [(x[rows], w) for x, w in zip(given_rows, weights, strict=True)]
+                take_L = None if teacher is None or len(rows) == len(teacher[0]) else places - i
                 accepted_L = None if accepted_KR is None else accepted_KR.new_empty(len(rows))
-                loss_L, dlogits = scratch.row_losses(products, of_rows, labels.token_L[places], loss, accepted_L)
+                loss_L, dlogits = scratch.row_losses(products, teacher, take_L, labels.token_L[places], loss, accepted_L)
                 if accepted_KR is not None:
                     accepted_KR[k, rows] = accepted_L
                 scale = weight_K[k].to(loss_L.dtype)
@@ -203,10 +229,10 @@ def fused_loss(  # noqa: PLR0913
 @torch.no_grad()
 def log_likelihood(x_KRD: list[Tensor], head_UD: Tensor, labels: Labels, chunk: int) -> Tensor:
     """log q of the text's own token at every row that has a label, 0 at the others: [K, R], at least float32."""
-    found_KR = _wide(head_UD.new_zeros(len(x_KRD), len(x_KRD[0])))
+    found_KR = wide(head_UD.new_zeros(len(x_KRD), len(x_KRD[0])))
     for k, x_RD in enumerate(x_KRD):
         there = labels.row_KL[k] >= 0
         for rows, token_L in zip(labels.row_KL[k][there].split(chunk), labels.token_L[there].split(chunk), strict=True):
-            log_q = _wide(x_RD[rows] @ head_UD.T).log_softmax(-1)
+            log_q = wide(x_RD[rows] @ head_UD.T).log_softmax(-1)
             found_KR[k, rows] = log_q.gather(1, token_L[:, None]).squeeze(1)
     return found_KR

@@ -10,7 +10,6 @@ Shape suffixes: L rows, U draft vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ ETA = 3.0  # of `lk`: how fast it goes over from KL to total variation as accept
 TOP = 10  # of `top_ce`
 
 Weight = float | Tensor  # of a part: one number, or one per row [L]
+Scratch = tuple[Tensor | None, ...]  # three [L, U]; None: to be allocated
 
 
 class Rows:
@@ -29,17 +29,18 @@ class Rows:
     Gradient by the logits: q (slope - sum q slope) + of_q q + of_p p, and what single tokens add (`points`).
     """
 
-    def __init__(self, z_LU: Tensor, p_LU: Tensor | None, negentropy_L: Tensor | None, y_L: Tensor, scratch: list[Tensor]) -> None:
-        """scratch: three like z_LU; the first becomes q."""
+    def __init__(self, z_LU: Tensor, p_LU: Tensor | None, negentropy_L: Tensor | None, y_L: Tensor, scratch: Scratch) -> None:
+        """scratch: its first becomes q."""
         self.z, self.y = z_LU, y_L
         self._p, self._negentropy = p_LU, negentropy_L
-        q, self._slope, self._free = scratch
+        q, self._unused, self._free = scratch
         self.q = torch.softmax(z_LU, -1, out=q)
         self.lse = logsumexp(z_LU, self.q)
         self.of_q: Weight = 0.0
         self.of_p: Weight = 0.0
-        self.sloped = False
+        self.slope: Tensor | None = None
         self.points: list[tuple[Tensor, Tensor]] = []  # tokens and what to add there, [L, *] both
+        self._accepted: Tensor | None = None
 
     @property
     def p(self) -> Tensor:
@@ -51,31 +52,22 @@ class Rows:
         assert self._negentropy is not None
         return self._negentropy
 
-    @cached_property
-    def cross(self) -> Tensor:
-        """sum p z [L]."""
-        return self.dot(self.p, self.z)
-
-    @cached_property
+    @property
     def accepted(self) -> Tensor:
         """a [L]."""
-        return torch.minimum(self.p, self.q, out=self._free).sum(-1)
+        if self._accepted is None:
+            self._accepted = torch.minimum(self.p, self.q, out=self._free).sum(-1)
+        return self._accepted
 
     def dot(self, a_LU: Tensor, b_LU: Tensor) -> Tensor:
         return torch.mul(a_LU, b_LU, out=self._free).sum(-1)
 
-    @cached_property
-    def below(self) -> Tensor:
-        """Whether q < p [L, U], where more of q is more acceptance: da/dq."""
-        return torch.lt(self.q, self.p)
-
     def add_slope(self, g_LU: Tensor, weight: Weight) -> None:
         """g_LU: df/dq of a part."""
-        if self.sloped:
-            self._slope += g_LU * _column(weight)
+        if self.slope is None:
+            self.slope = torch.mul(g_LU, _column(weight), out=self._unused)
         else:
-            torch.mul(g_LU, _column(weight), out=self._slope)
-        self.sloped = True
+            self.slope += g_LU * _column(weight)
 
     def minus_log(self, index_L: Tensor, weight: Weight) -> Tensor:
         """Loss [L] -log q of one token; nothing where its index is -1."""
@@ -87,9 +79,9 @@ class Rows:
     def gradient(self) -> Tensor:
         """By the logits [L, U], in the place of q."""
         grad_LU, of_q, of_p = self.q, self.of_q, self.of_p
-        if self.sloped:
-            shift_L = of_q - self.dot(grad_LU, self._slope)
-            grad_LU *= self._slope.add_(shift_L[:, None])
+        if self.slope is not None:
+            shift_L = of_q - self.dot(grad_LU, self.slope)
+            grad_LU *= self.slope.add_(shift_L[:, None])
         elif isinstance(of_q, float) and of_p == -of_q:  # KL alone
             return grad_LU.sub_(self.p) if of_q == 1 else grad_LU.sub_(self.p).mul_(of_q)
         else:
@@ -128,7 +120,7 @@ def argmax_ce(r: Rows, weight: Weight) -> Tensor:
 def kl(r: Rows, weight: Weight) -> Tensor:
     """KL(p || q)."""
     r.of_q, r.of_p = r.of_q + weight, r.of_p - weight
-    return weight * (r.negentropy - r.cross + r.lse)
+    return weight * (r.negentropy - r.dot(r.p, r.z) + r.lse)
 
 
 def reverse_kl(r: Rows, weight: Weight) -> Tensor:
@@ -149,7 +141,7 @@ def jsd(r: Rows, weight: Weight) -> Tensor:
 def tv(r: Rows, weight: Weight) -> Tensor:
     """Total variation, 1 - a: what acceptance of *sampled* drafts asks for. Greedy drafts are accepted otherwise."""
     loss_L = weight * (1 - r.accepted)
-    r.add_slope(r.below, -weight)
+    r.add_slope(r.q < r.p, -weight)  # where more of q is more acceptance
     return loss_L
 
 

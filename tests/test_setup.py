@@ -17,7 +17,7 @@ from data.errors import UserError
 from data.identity import asks, check_responses, identity
 from data.store import StoreWriter
 from data.target import spec
-from heads import build
+from heads import build, kernels
 from tests.toy import make_config
 from train import dist, setup
 
@@ -129,6 +129,24 @@ def test_the_head_learns_what_the_conf_says_of_recomputing(target, tmp_path, wan
     head = build(HEAD, spec(target))
     setup.equip(cfg, head, target, setup.open_store(cfg, head, target, "train"))
     assert head.recompute == wanted
+
+
+def test_compiling_is_switched_by_the_conf_and_refused_without_a_compiler(target, tmp_path, monkeypatch):
+    cfg = config(tmp_path)
+    dist.start()
+    store(cfg, target, list(range(10, 20)))
+    head = build(HEAD, spec(target))
+    states = setup.open_store(cfg, head, target, "train")
+    monkeypatch.setenv("CXX", "sh")  # any program that is there
+    for wanted in (True, False):
+        cfg.train.compile = wanted
+        setup.equip(cfg, head, target, states)
+        assert kernels.compiling() == wanted
+    cfg.train.compile = True
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="train.compile=true: there is no C\\+\\+ compiler 'no-such-compiler'"):
+        setup.equip(cfg, head, target, states)
+    assert not kernels.compiling()
 
 
 def test_a_run_keeps_its_draft_vocabulary_whatever_the_store_holds_later(target, tmp_path, capsys):

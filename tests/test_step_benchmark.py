@@ -22,7 +22,16 @@ def test_our_contender_takes_steps(tmp_path):
     data = {"token_ids": torch.randint(0, 1000, (ROWS,)), "taps": torch.randn(ROWS, TAPS, D), "last": torch.randn(ROWS, D)}
     data |= {"norm": torch.ones(D), "draft_ids": torch.arange(U), "target": str(target)}
     torch.save(data, tmp_path / "states.pt")
-    settings = {"sequences": 1, "length": ROWS, "depths": 2, "draft_vocab": U, "supervised": 1.0, "dtype": "float32", "warm": 1}
+    settings = {
+        "sequences": 1,
+        "length": ROWS,
+        "depths": 2,
+        "draft_vocab": U,
+        "supervised": 1.0,
+        "dtype": "float32",
+        "warm": 1,
+        "compile": False,
+    }
     settings |= {"name": "draftsmith", "threads": 1, "data": str(tmp_path / "states.pt")}
     done = subprocess.run(
         [sys.executable, WORKER, json.dumps(settings)],

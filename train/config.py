@@ -94,6 +94,7 @@ class TrainConfig:
     accum: int = 1  # micro-batches of a rank in a step
     sequence_parallel: int = 1  # neighbouring ranks that share each micro-batch, each a run of its labels: for long documents
     recompute: bool = False  # keep of each depth its inputs alone, and work it out again in the backward: less memory, more time
+    compile: bool = False  # make one pass over memory of each element-wise function of the layers and the loss: faster steps, a slow first
     seed: int = 0  # of the order of the data and of the first weights
     dtype: str = "bfloat16"  # or float32, or auto
     val_every: int = 200  # steps between two looks at the held-out loss

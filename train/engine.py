@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from data.errors import UserError
 from heads.base import Batch, DraftHead, LossOut
+from heads.kernels import compiling
 from train import dist
 from train.config import OptimConfig, RunConfig
 from train.optim import param_groups
@@ -63,7 +64,7 @@ def _optimizer(head: DraftHead, optim: OptimConfig) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True)
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-    if not torch.cuda.is_available():  # its update is compiled otherwise, which takes a C++ compiler and gains nothing on a CPU
+    if not torch.cuda.is_available() and not compiling():  # its update is compiled otherwise, which on a CPU takes a C++ compiler
         torch.compiler.set_stance("force_eager")
     for group in groups:  # what DeepSpeed's ZeRO looks for
         for parameter in group["params"]:

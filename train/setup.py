@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from data.vocab import count_supervised, coverage, draft_vocab
 from data.window import Window
 from heads import build
 from heads.base import DraftHead
+from heads.kernels import compile_passes
 from train import checkpoint, dist, inputs, plan
 from train.config import RunConfig
 
@@ -102,6 +105,11 @@ def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Sequences) -
     head.to(dist.device())
     if cfg.train.recompute:
         head.recompute = True
+    if cfg.train.compile and dist.device().type == "cpu" and shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
+        raise UserError(
+            f"train.compile=true: there is no C++ compiler {compiler!r} here; install g++, name another in CXX, or set it to false"
+        )
+    compile_passes(on=cfg.train.compile)
     if head.draft_vocab_size is not None:
         head.set_draft_vocab(_draft_ids(cfg, head, store))
     parts = frozen(target_dir, getattr(torch, cfg.train.dtype), dist.device())

@@ -35,6 +35,7 @@ class Job:
     dtype: torch.dtype
     supervised: float  # share of each sequence, its end, that has labels
     data: dict[str, Any]
+    compile: bool = True  # ours; the peers' own switches are as they are usually run
 
     def rows(self, name: str) -> torch.Tensor:
         """[B, S, ...] of the data, states in the compute dtype."""
@@ -59,6 +60,7 @@ def build_draftsmith(job: Job) -> Callable[[], object]:
     from data.target import frozen, spec
     from heads import build
     from heads.base import Batch
+    from heads.kernels import compile_passes
     from train import dist
     from train.config import load
     from train.engine import Engine
@@ -69,6 +71,7 @@ def build_draftsmith(job: Job) -> Callable[[], object]:
     cfg.train.dtype = str(job.dtype).removeprefix("torch.")
     cfg.head["draft_vocab_size"] = job.draft_vocab if job.draft_vocab < V else None
     dist.start(torch.get_num_threads())
+    compile_passes(on=job.compile)
     torch.manual_seed(0)
     head = build(cfg.head, spec(folder))
     if job.draft_vocab < V:
