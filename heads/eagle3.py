@@ -34,12 +34,16 @@ class FusedBlock(nn.Module):
         self.mlp = MLP(size, spec.intermediate_size)
         self.norm_before_residual = norm_before_residual
 
+    def embedded(self, embed_RD: Tensor) -> Tensor:
+        """The embeddings' part of q, k and v, side by side."""
+        return self.self_attn.partly(self.input_layernorm(embed_RD))
+
     def forward(self, state: Tensor, embed: Tensor, docs: Documents, cache: KeyValues, last: bool) -> Tensor:
-        """See heads.layers.Block."""
+        """See heads.layers.Block. embed: as `embedded` gives it."""
         rows, normed = rows_at(docs, cache, last), self.hidden_norm(state)
         residual = normed if self.norm_before_residual else state
         residual = residual if cache.keys else rows.of(residual)
-        h = residual + self.self_attn(torch.cat([self.input_layernorm(embed), normed], -1), docs, cache, rows)
+        h = residual + self.self_attn(normed, docs, cache, rows, embed)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -106,6 +110,9 @@ class Eagle3(RecurrentHead):
         if self.fc_norm is not None:
             taps_TLD = torch.stack([norm(x) for norm, x in zip(self.fc_norm, taps_TLD.unbind(1), strict=True)], 1)
         return self.fc(taps_TLD.flatten(1))
+
+    def embedded(self, embed_RD: Tensor) -> Tensor:
+        return self.first.embedded(embed_RD)
 
     def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
         h = self.first(state, embed, docs, caches[0], last=not self.rest)

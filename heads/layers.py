@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues, Rows, causal_diagonal
@@ -94,17 +95,31 @@ class Attention(nn.Module):
             self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, docs: Documents, cache: KeyValues, rows: Rows) -> Tensor:
+    def partly(self, x: Tensor) -> Tensor:
+        """[*, (N + 2 M) H]: q, k and v side by side, as far as the first features of the input make them, which x has."""
+        return torch.cat([F.linear(x, proj.weight[:, : x.shape[-1]]) for proj in (self.q_proj, self.k_proj, self.v_proj)], -1)
+
+    def forward(self, x: Tensor, docs: Documents, cache: KeyValues, rows: Rows, before: Tensor | None = None) -> Tensor:
         """x: [T, input] at depth 0, at later depths [R, input], its rows that are needed, or [1, input] where they are all the same.
-        `cache` holds the keys and values of the earlier depths and receives this one's. rows: where queries are asked. Returns [R, D]."""
+        `cache` holds the keys and values of the earlier depths and receives this one's. rows: where queries are asked. before: of the
+        first features of the input what `partly` makes; x then has the others. Returns [R, D]."""
         depth, size = len(cache.keys), self.spec.head_dim
         cos, sin = rope_tables(self.spec, (rows.positions_R if depth else docs.positions_T) + depth)
-        cache.keys.append(rotate(self.k_proj(x).unflatten(1, (-1, size)), cos, sin))
-        cache.values.append(self.v_proj(x).unflatten(1, (-1, size)).expand(len(cos), -1, -1))
+        of_q, of_k, of_v = (
+            (None, None, None) if before is None else before.split([len(p.weight) for p in (self.q_proj, self.k_proj, self.v_proj)], -1)
+        )
+        cache.keys.append(rotate(_linear(self.k_proj, x, of_k).unflatten(1, (-1, size)), cos, sin))
+        cache.values.append(_linear(self.v_proj, x, of_v).unflatten(1, (-1, size)).expand(len(cos), -1, -1))
         if depth == 0:
             x, cos, sin = rows.of(x), rows.of(cos), rows.of(sin)
-        q = rotate(self.q_proj(x).unflatten(1, (-1, size)), cos, sin)
+            of_q = None if of_q is None else rows.of(of_q)
+        q = rotate(_linear(self.q_proj, x, of_q).unflatten(1, (-1, size)), cos, sin)
         return self.o_proj(causal_diagonal(q, cache.keys, cache.values, rows, size**-0.5).flatten(1))
+
+
+def _linear(proj: nn.Linear, x: Tensor, before: Tensor | None) -> Tensor:
+    """proj of [what made `before` ; x], or of x."""
+    return proj(x) if before is None else torch.addmm(before, x, proj.weight[:, -x.shape[1] :].T)
 
 
 def rows_at(docs: Documents, cache: KeyValues, last: bool) -> Rows:

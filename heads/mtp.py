@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.attention import Documents, KeyValues
@@ -54,15 +55,22 @@ class MTP(RecurrentHead):
         assert batch.last_TD is not None
         return batch.last_TD
 
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        """Those of input_proj that read the embedding, and the state."""
+        first, second = self.input_proj.weight.chunk(2, 1)
+        return (second, first) if self.norms else (first, second)
+
+    def embedded(self, embed_RD: Tensor) -> Tensor:
+        normed = embed_RD if self.token_layernorm is None else self.token_layernorm(embed_RD)
+        return F.linear(normed, self._columns()[0])
+
     def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
-        if self.token_layernorm is None or self.hidden_layernorm is None or self.final_layernorm is None:
-            x = self.block(self.input_proj(torch.cat([embed, state], -1)), docs, caches[0], last=True)
-            return x, x
-        if not caches[0].keys:
+        if self.norms and not caches[0].keys:
             # The engine feeds a zero embedding at position 0 (DeepSeek's convention, kept by vLLM's MiMo class).
             embed = embed.masked_fill((docs.positions_T == 0)[:, None], 0)
-        x = self.input_proj(torch.cat([self.hidden_layernorm(state), self.token_layernorm(embed)], -1))
-        y = self.final_layernorm(self.block(x, docs, caches[0], last=True))
+        normed = state if self.hidden_layernorm is None else self.hidden_layernorm(state)
+        x = self.block(torch.addmm(embed, normed, self._columns()[1].T), docs, caches[0], last=True)
+        y = x if self.final_layernorm is None else self.final_layernorm(x)
         return y, y
 
     def engine_names(self) -> dict[str, str]:

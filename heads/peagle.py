@@ -76,12 +76,12 @@ class PEagle(Eagle3):
     def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
         if caches[0].keys:  # one row [1, D] for all mask rows, which differ by what they attend to
             state = self.fuse(self.mask_hidden.view(1, len(self.taps), -1))
-            embed = self.frozen.embed_VD[self.mask_token_id][None]
+            embed = self.embedded(self.frozen.embed_VD[self.mask_token_id][None])
         return super().step(state, embed, docs, caches)
 
     def outputs(self, batch: Batch, docs: Documents, labels: Labels) -> list[Tensor]:
         index_T, _ = docs.shifted(1)
-        state, embed = self.first_state(batch), self.frozen.embed_VD[batch.token_ids_T[index_T]]  # read at depth 0 alone
+        state, embed = self.first_state(batch), self.embedded(self.frozen.embed_VD[batch.token_ids_T[index_T]])  # read at depth 0 alone
         caches, x_KRD = self.caches(batch), []
         for _ in each_depth(labels, docs, caches, batch.token_ids_T, self.shares if self.training else None):
             x_KRD.append(self.depth(state, embed, docs, caches)[0])

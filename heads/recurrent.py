@@ -31,8 +31,12 @@ class RecurrentHead(ChainHead):
         """[T, D] state that depth 0 reads, from the target's states."""
         raise NotImplementedError
 
+    def embedded(self, embed_RD: Tensor) -> Tensor:
+        """What `step` reads of tokens [R, *], from their embeddings alone: training works it out once, for depths read shifted tokens."""
+        return embed_RD
+
     def step(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
-        """One depth. state, embed: [T, D] at depth 0, then [R, D] at the needed rows of `docs`. Returns (input of
+        """One depth. state [*, D], embed (see `embedded`): T rows at depth 0, then the R needed ones of `docs`. Returns (input of
         lm_head [R, D], state for the next depth [R, D])."""
         raise NotImplementedError
 
@@ -61,10 +65,11 @@ class RecurrentHead(ChainHead):
         docs.need(labels.row_KL)
         labels.row_KL = docs.needed.place(labels.row_KL)
         state, caches, x_KRD = self.first_state(batch), self.caches(batch), []
+        embed = self.embedded(self.frozen.embed_VD[batch.token_ids_T])
         for k in range(self.depths):
             index_T, _ = docs.shifted(1 + k)
             index = index_T if k == 0 else docs.needed.of(index_T)
-            x_RD, state = self.depth(state, self.frozen.embed_VD[batch.token_ids_T[index]], docs, caches)
+            x_RD, state = self.depth(state, embed.index_select(0, index), docs, caches)
             x_KRD.append(x_RD)
         return x_KRD
 
@@ -75,7 +80,7 @@ class RecurrentHead(ChainHead):
         tokens_T, state, caches = batch.token_ids_T[index], self.first_state(batch), self.caches(batch)
         drafts, log_q = [], []
         for i in range(k):
-            x_TD, state = self.step(state, self.frozen.embed_VD[tokens_T], docs, caches)
+            x_TD, state = self.step(state, self.embedded(self.frozen.embed_VD[tokens_T]), docs, caches)
             tokens_T, score_T = self.choose(x_TD, i)
             drafts.append(tokens_T)
             log_q.append(score_T)
@@ -89,7 +94,7 @@ class RecurrentHead(ChainHead):
         index_T, _ = docs.shifted(1)
         tokens, state, caches, k = batch.token_ids_T[index_T], self.first_state(batch), self.caches(batch), 0
         while True:
-            x_RD, state = self.step(state, self.frozen.embed_VD[tokens], docs, caches)
+            x_RD, state = self.step(state, self.embedded(self.frozen.embed_VD[tokens]), docs, caches)
             parent_R, tokens = yield self.log_q(x_RD, k)
             state, k = state[parent_R], k + 1
             docs.repeat(row, len(tokens))

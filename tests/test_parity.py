@@ -131,7 +131,7 @@ def our_logits(head, batch: Batch, row: int, drafts: list[int]) -> torch.Tensor:
     index, _ = docs.shifted(1)
     tokens, state, caches, out = batch.token_ids_T[index], head.first_state(batch), head.caches(batch), []
     for token in drafts:
-        x, state = head.step(state, head.frozen.embed_VD[tokens], docs, caches)
+        x, state = head.step(state, head.embedded(head.frozen.embed_VD[tokens]), docs, caches)
         logits = x[row] @ head.head_rows(0).T
         if head.draft_ids_U is not None:
             logits = torch.full((head.target.vocab_size,), float("-inf")).index_copy(0, head.draft_ids_U, logits)

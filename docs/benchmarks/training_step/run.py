@@ -86,10 +86,10 @@ def peak_flops(dtype: torch.dtype) -> float:
 
 def necessary_flops(B: int, S: int, K: int, U: int) -> float:
     """Products of one step with a trained lm_head, every token supervised: forward 1, backward 2, without what needs no gradient (the
-    taps, the teacher, the embedding half of q, k, v); causal attention, and one key per further depth."""
+    taps, the teacher, the embeddings); the embedding half of q, k, v once for all depths; causal attention, one key per further depth."""
     T = B * S
     fc, qkv, rest = 2 * 3 * D * D, 2 * 2 * D * (Q + 2 * KV), 2 * (Q * D + 3 * D * INTER)
-    layer = K * T * (3 * (qkv + rest) - qkv / 2)
+    layer = K * T * 3 * (qkv / 2 + rest) + T * qkv
     attention = 3 * sum(B * 4 * Q * (S * (S + 1) / 2 + S * k) for k in range(K))
     lm_head = sum(3 * 2 * (T - B * (k + 2)) * D * U for k in range(K)) + 2 * T * D * U
     return 2 * fc * T + layer + attention + lm_head
