@@ -261,5 +261,6 @@ def _summary(answers: list[dict[str, Any]], ran: dict[str, Any]) -> dict[str, An
     tokens = sum(len(answer["response_ids"]) for answer in answers)
     rate = ran["generated_tokens"] / ran["seconds"] if ran["seconds"] else 0.0
     ended = ", ".join(f"{share:.0%} {reason}" for reason, share in shares.items())
-    print(f"respond: {len(answers)} answers, {tokens} tokens, ended by: {ended}; {rate:.0f} tokens/s in this run", flush=True)
+    speed = f"; {rate:.0f} tokens/s in this run" if rate else ""
+    print(f"respond: {len(answers)} answers, {tokens} tokens, ended by: {ended}{speed}", flush=True)
     return {"answers": len(answers), "tokens": tokens, "finish": shares, "tokens_per_second": rate, "seconds": ran["seconds"]}

@@ -15,7 +15,7 @@ from data.errors import UserError
 from data.files import bytes_text
 from data.identity import asks, check_responses, identity
 from data.lock import alone
-from data.manifest import check_free, free_bytes
+from data.manifest import as_stored, check_free, free_bytes
 from data.online import Answers
 from data.part import WHOLE, Part
 from data.window import Sizes, Waiting, WindowWriter, order_of, read_id, read_progress
@@ -42,11 +42,13 @@ def capture_run(cfg: RunConfig, head: DraftHead, target_dir: Path, sizes: Sizes 
     taps, last = tuple(sorted(set(head.taps))), head.needs_last
     manifest = {**maker, "taps": list(taps), "hidden_size": head.target.hidden_size, "last": last, "dtype": cfg.data.states_dtype}
     manifest |= {"engine": engine_identity()}
-    settings = {"target_dir": target_dir, "target_cfg": cfg.target, "taps": taps, "last": last, "max_length": cfg.data.max_length}
+    settings = {"target_dir": target_dir, "target_cfg": cfg.target, "max_length": cfg.data.max_length}
     settings |= {"cap_gb": cfg.data.max_store_gb, "part": part}
     with alone(store, "data.store", part):
         for split in cfg.data.whole_splits:
-            capture(responses=answers[split], store_dir=store / split, manifest=manifest, **settings)
+            whole = as_stored(store / split, manifest)
+            reads = {"taps": tuple(whole["taps"]), "last": whole["last"]}
+            capture(responses=answers[split], store_dir=store / split, manifest=whole, **reads, **settings)
         if sizes is None:
             return
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from data.answers import read_answers
@@ -21,6 +20,7 @@ from data.files import bytes_text
 from data.forward import Forward
 from data.identity import read_meta, template_hash, tokenizer_hash
 from data.manifest import other_maker
+from data.progress import table_console
 from data.store import Store
 from data.target import fingerprint, frozen, spec
 
@@ -153,7 +153,7 @@ def check_store(folder: Path, reference: Reference, answers_path: Path, count: i
 
 def check_splits(store: Path, responses: Path, target_dir: Path, count: int, splits: Sequence[str]) -> list[Fault]:
     """check_store of these parts, with what it found printed."""
-    console, reference, faults = Console(highlight=False), Reference(target_dir), []
+    console, reference, faults = table_console(), Reference(target_dir), []
     for split in splits:
         found, figures, holds = check_store(store / split, reference, responses / f"{split}.jsonl", count)
         console.print(f"{split}: {holds}")
@@ -164,7 +164,7 @@ def check_splits(store: Path, responses: Path, target_dir: Path, count: int, spl
 
 def show_faults(faults: list[Fault], sound: str) -> int:
     """Prints them, or `sound` where there are none. Returns the exit status."""
-    console = Console(highlight=False)
+    console = table_console()
     for fault in faults:
         console.print(f"[bold red]{fault.cause}[/]: {fault.text}", soft_wrap=True)
     if not faults:

@@ -93,6 +93,16 @@ def other_maker(manifest: dict[str, Any], fingerprint: str, tokenizer_hash: str,
     return found
 
 
+def as_stored(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a capture that goes on with the store in `folder`: where that holds what `manifest` asks for and more taps or `last`,
+    with these, for heads may share a store; else `manifest`."""
+    if not (folder / "manifest.json").is_file():
+        return manifest
+    there = read_manifest(folder)
+    enough = set(manifest["taps"]) <= set(there["taps"]) and LAST_POLICIES.index(manifest["last"]) <= LAST_POLICIES.index(there["last"])
+    return manifest | {key: there[key] for key in ("taps", "last")} if enough else manifest
+
+
 def check_same_capture(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Refuses (UserError) to go on with a store whose manifest says otherwise than `new`."""
     if found := differences(old, new):

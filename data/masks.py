@@ -7,13 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from data.answers import asked_answers, mask_of, spans_of
 from data.commands import command
 from data.errors import UserError
+from data.progress import table_console
 from data.record import OTHER
 
 ENDS = ("stop", "length", "loop", "given")
@@ -66,7 +66,7 @@ def show(path: Path, tokenizer: Any, max_length: int, count: int) -> None:
     for name, row in statistics(answers, max_length).items():
         ended = (f"{row['ended'][end]:.0%}" for end in ENDS)
         table.add_row(name, f"{row['records']:,}", f"{row['tokens']:.0f}", f"{row['supervised']:.0%}", str(row["cut"]), *ended)
-    console = Console(highlight=False)
+    console = table_console()
     console.print(table)
     step = max(1, len(answers) // max(1, count))
     for answer in answers[::step][:count]:

@@ -10,7 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+PLAIN_COLUMNS = 110  # of a table where there is no terminal: rich would cut it at 80
 PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+def table_console() -> Console:
+    """For tables, on stdout."""
+    return Console(width=None if sys.stdout.isatty() else PLAIN_COLUMNS, highlight=False)
 
 
 class Progress:

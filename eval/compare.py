@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from data.chat import all_prompt_ids, load_tokenizer
@@ -19,6 +18,7 @@ from data.check import Reference
 from data.engine_job import stop_ids
 from data.errors import UserError
 from data.manifest import replace_text
+from data.progress import table_console
 from data.record import ChatRecord
 from eval.accept import Counts, block_verify, figures, rejection_sample
 from eval.decode import Answer, Drafter, Reader, Verify, decode, greedily, no_drafts, of_head, sampled
@@ -164,5 +164,5 @@ def show(report: dict[str, Any], run_dir: Path) -> None:
         equal = "-" if m["lossless"] is None else f"{m['lossless']:.1%}"
         numbers = [f"{m['nodes']:.0f}", f"{m['acceptance_length']:.3f}", f"{m['tokens_per_pass']:.3f}", equal]
         table.add_row(m["drafter"], m["shape"], *numbers)
-    Console(highlight=False).print(table)
+    table_console().print(table)
     print(f"vLLM serves chains: the trees were decoded offline, and say nothing of speed\n{path}")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
@@ -18,6 +16,7 @@ from data.check import Fault, check_splits, show_faults
 from data.commands import command
 from data.errors import UserError
 from data.online import Answers
+from data.progress import table_console
 from data.sequences import Sequences
 from data.store import Store
 from data.vocab import count_supervised, coverage
@@ -189,7 +188,7 @@ def show(found: Measured, faults: list[Fault], looked: list[str]) -> int:
             table.add_row(name, f"{row['length']:.3f}", positions, row.get("dtype", ""))
         else:
             table.add_row(name, "-", why, "")
-    Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
+    table_console().print(table)
     sound = f"nothing wrong was found; looked at: {', '.join(looked)}"
     unknown = "" if ENGINE in found else f". What an engine accepts is not known yet: `{command('evaluate')}`"
     return show_faults(faults, sound + unknown)

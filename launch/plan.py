@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from data.commands import command
 from train import devices, inputs, plan_table
 from train.config import RunConfig, main
 from train.words import number, take
@@ -16,8 +17,8 @@ own = take("gpus", "device")
 def show(cfg: RunConfig) -> None:
     gpus = number(own.get("gpus", "1"), "gpus", "GPUs", 1)
     plan_table.show(plan_table.made(cfg, gpus, devices.choose(own.get("device"), "gpus" in own)))
-    for command in inputs.next_commands(cfg) if inputs.missing_inputs(cfg) else []:
-        print(f"next: {command}")
+    for line in [*(inputs.next_commands(cfg) if inputs.missing_inputs(cfg) else []), command("train")]:
+        print(f"next: {line}")
 
 
 if __name__ == "__main__":

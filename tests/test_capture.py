@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import refused
 
 from data.builtin import build_tiny
 from data.engine import capture
 from data.errors import UserError
+from data.manifest import as_stored
 from data.store import Store, StoreWriter
 from train.config import TargetConfig
 
@@ -76,6 +78,22 @@ STALE = {
     "another template": (answers(), {"manifest": MANIFEST | {"template_hash": "u"}}, "holds another capture .*template_hash"),
     "another target": (answers(seed=1), {"manifest": MANIFEST | {"target": {"fingerprint": "g"}}}, "holds another capture .*fingerprint"),
 }
+
+
+@pytest.mark.parametrize(
+    ("taps", "last", "goes_on"),
+    [([1], "none", True), ([0, 1], "none", True), ([], "none", True), ([2], "none", False), ([1], "all", False)],
+)
+def test_a_store_with_more_taps_than_a_head_reads_goes_on_as_it_is(taps, last, goes_on, target, tmp_path):
+    folder = stored(tmp_path / "store")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found = as_stored(folder, MANIFEST | {"taps": taps, "last": last})
+    assert (found == MANIFEST) == goes_on and as_stored(tmp_path / "none", found) == found
+    if goes_on:
+        assert take(target, folder, answers(), taps=tuple(found["taps"]), manifest=found)["sequences"] == 3
+    else:
+        refused(lambda: take(target, folder, answers(), taps=tuple(taps), last=last, manifest=found), str(folder), "another capture")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("case", STALE)

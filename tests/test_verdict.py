@@ -54,18 +54,27 @@ def test_a_target_that_one_gpu_does_not_hold_is_said_so_with_the_number_that_doe
     assert lines["answers, capture, evaluation"].endswith("There is 1 (gpus=1)")
 
 
+def test_numbers_that_do_not_divide_are_no_fit():
+    lines, _, first = judged(load(["conf=llama70b_mtp", "train.sequence_parallel=3", "target.tensor_parallel=6"]), 8, GPUS["h100"])
+    assert first.startswith("Verdict: it does not fit")
+    assert lines["training"].endswith("train.sequence_parallel=3 does not divide the 8 ranks: set it to one of 1, 2, 4, 8")
+    assert lines["answers, capture, evaluation"].endswith("The target has 64 attention heads: set it to one of 1, 2, 4, 8")
+
+
 @pytest.mark.parametrize(
-    ("conf", "world", "gb"), [("llama70b_mtp", 8, 16), ("llama70b_mtp", 1, 32), ("llama8b_eagle3", 4, 8), ("demo", 1, 0.5)]
+    ("conf", "world", "gb"),
+    [("llama70b_mtp", 8, 16), ("llama70b_mtp", 1, 32), ("llama8b_eagle3", 4, 8), ("demo train.dtype=float32", 1, 0.5)],
 )
 def test_advice_on_memory_is_right(conf, world, gb):
     """What it says to set is set, and then it fits; without it it does not."""
     device = Device("small", gb * 1e9, 1e15, 1e12)
-    lines, _, first = judged(load([f"conf={conf}"]), world, device)
+    asked = f"conf={conf}".split()
+    lines, _, first = judged(load(asked), world, device)
     assert lines["training"].startswith("  NO ") and "does not fit" in first
     too_much = float(re.search(r": ([\d.]+) [GM]B too much", lines["training"])[1])
     words = re.search(r"It fits with (.*?) \(", lines["training"])[1].split()
     assert too_much > 0 and words
-    cfg = load([f"conf={conf}", *words])
+    cfg = load([*asked, *words])
     lines, _, _ = judged(cfg, world, device)
     assert lines["training"].startswith("  ok "), lines["training"]
     assert "micro_tokens" not in " ".join(words) or cfg.data.max_length <= cfg.train.micro_tokens, "a longer document is a larger batch"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
-from rich.console import Console
 from rich.table import Table
 
 from data.files import bytes_text
+from data.progress import table_console
 from data.target import planned_spec
 from train.config import ROOT, RunConfig
 from train.devices import Device, here
@@ -27,7 +25,7 @@ def made(cfg: RunConfig, world: int, device: Device | None = None) -> list[Table
 
 def show(parts: list[Table | str]) -> None:
     """Prints what `made` returned."""
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    console = table_console()
     for part in parts:
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 

@@ -36,7 +36,10 @@ def verdict(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> li
 
 
 def _training(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan, device: Device) -> Judged:
-    ranks = found.world if device.shared else 1
+    ranks, share = found.world if device.shared else 1, cfg.train.sequence_parallel
+    if found.world % share:
+        fits = [n for n in range(1, found.world + 1) if found.world % n == 0]
+        return NOT, f"training: train.sequence_parallel={share} does not divide the {found.world} ranks: set it to one of {_listed(fits)}"
     need, room = sum(found.memory.values()) * ranks, device.memory * USABLE
     text = f"training: {bytes_text(need)} {'in all' if device.shared else 'per GPU'}; {_memory_of(device, room)}"
     if need <= room:
@@ -45,6 +48,10 @@ def _training(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan, de
     others = [f"{gpu.name} ({bytes_text(gpu.memory)})" for gpu in GPUS.values() if need / ranks <= gpu.memory * USABLE]
     elsewhere = f"; as it is it fits {' or '.join(others)}" if others else ""
     return NOT, f"{text}: {bytes_text(need - room)} too much. {mend}{elsewhere}"
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _memory_of(device: Device, room: float) -> str:
@@ -78,6 +85,9 @@ def _engine(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> Ju
     if device.shared:
         return FITS if weights <= room else NOT, f"{text}; {_memory_of(device, room)}"
     text += f", {bytes_text(weights / parallel)} on each of target.tensor_parallel={parallel} GPUs; {_memory_of(device, room)}"
+    if spec.num_heads % parallel:
+        fits = [n for n in range(1, found.world + 1) if spec.num_heads % n == 0]
+        return NOT, f"{text}. The target has {spec.num_heads} attention heads: set it to one of {_listed(fits)}"
     if parallel > found.world:
         return NOT, f"{text}. There {'is' if found.world == 1 else 'are'} {found.world} (gpus={found.world})"
     if weights / parallel <= room:
