@@ -29,6 +29,7 @@ from torch import Tensor
 from heads.attention import Documents, causal_diagonal_dense
 from heads.base import Batch, TargetSpec
 from heads.eagle3 import Eagle3
+from heads.kernels import compile_passes
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "MI300X": 1307e12, "A100": 312e12}  # dense bf16 FLOP/s, by the vendors
 
@@ -57,15 +58,16 @@ class Case:
     U: int
     K: int
     T: int
-    way: str  # ours, recompute (ours, each depth worked out again in the backward), published
+    way: str  # ours, recompute (ours, each depth worked out again in the backward), compiled (ours, its element-wise passes), published
 
     def flops(self) -> float:
-        """Products that a step needs: forward 1, backward 2, without what needs no gradient (taps, teacher, frozen lm_head's weights, the
-        embedding half of q, k and v); causal attention, and one key per further depth. As docs/benchmarks/training_step/run.py."""
+        """Products that a step needs: forward 1, backward 2, without what needs no gradient (taps, teacher, frozen lm_head's weights,
+        embeddings); the embedding half of q, k and v once for all depths; causal attention, and one key per further depth. As
+        docs/benchmarks/training_step/run.py."""
         s, lengths = self.spec, self.lengths()
         D, Q, KV = s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         fc, qkv, rest = 2 * 3 * D * D, 2 * 2 * D * (Q + 2 * KV), 2 * (Q * D + 3 * D * s.intermediate_size)
-        layer = self.K * self.T * (3 * (qkv + rest) - qkv / 2)
+        layer = self.K * self.T * 3 * (qkv / 2 + rest) + self.T * qkv
         attention = 3 * sum(4 * Q * (n * (n + 1) / 2 + n * k) for k in range(self.K) for n in lengths)
         lm_head = sum(2 * 2 * (self.T - len(lengths) * (k + 2)) * D * self.U for k in range(self.K)) + 2 * self.T * D * self.U
         return 2 * fc * self.T + layer + attention + lm_head
@@ -78,6 +80,7 @@ def stepper(case: Case) -> Callable[[], None]:
     """Forward, backward and AdamW on float32 masters, as the engine trains in bfloat16."""
     head = head_of(case.spec, case.K, case.U, DTYPE)
     head.recompute = case.way == "recompute"
+    compile_passes(on=case.way == "compiled")
     batch = batch_of(head, case.lengths(), DTYPE)
     parameters = [p for p in head.parameters() if p.requires_grad]
     masters = [p.detach().float().clone() for p in parameters]
@@ -167,7 +170,8 @@ def cases(smoke: bool) -> list[Case]:
         for (size, spec), U in itertools.product((("8B", LLAMA_8B), ("70B", LLAMA_70B)), (32000, LLAMA_8B.vocab_size)):
             ways = ("ours", "published", "recompute") if K == 7 else ("ours", "published")
             found += [Case(size, spec, U, K, T, way) for way in ways]
-    return found
+    sizes = itertools.product((("8B", LLAMA_8B), ("70B", LLAMA_70B)), (32000, LLAMA_8B.vocab_size))
+    return [*found, *(Case(size, spec, U, 7, 4096, "compiled") for (size, spec), U in sizes)]  # last, for compiling takes its time
 
 
 def number(value: float | None) -> str:
