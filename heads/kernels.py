@@ -17,17 +17,18 @@ from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_compiling: list[bool] = []  # empty or [True]
+_compiling = False
 
 
 def compile_passes(*, on: bool) -> None:
-    """Whether from now on the `fused` functions of this process are compiled, each at its first call: tens of seconds on a CPU, which wants
-    a C++ compiler, and then for no more than one other number of rows."""
-    _compiling[:] = [True] if on else []
+    """Whether from now on the `fused` functions of this process are compiled, each at its first call (seconds, and on a CPU a C++ compiler)
+    and once more for other numbers of rows."""
+    global _compiling  # noqa: PLW0603
+    _compiling = on
 
 
 def compiling() -> bool:
-    return bool(_compiling)
+    return _compiling
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:

@@ -105,9 +105,8 @@ class Attention(nn.Module):
         first features of the input what `partly` makes; x then has the others. Returns [R, D]."""
         depth, size = len(cache.keys), self.spec.head_dim
         cos, sin = rope_tables(self.spec, (rows.positions_R if depth else docs.positions_T) + depth)
-        of_q, of_k, of_v = (
-            (None, None, None) if before is None else before.split([len(p.weight) for p in (self.q_proj, self.k_proj, self.v_proj)], -1)
-        )
+        sizes = [proj.out_features for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        of_q, of_k, of_v = [None] * 3 if before is None else before.split(sizes, -1)
         cache.keys.append(rotate(_linear(self.k_proj, x, of_k).unflatten(1, (-1, size)), cos, sin))
         cache.values.append(_linear(self.v_proj, x, of_v).unflatten(1, (-1, size)).expand(len(cos), -1, -1))
         if depth == 0:

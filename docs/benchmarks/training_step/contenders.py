@@ -55,7 +55,7 @@ class Job:
 
 
 def build_draftsmith(job: Job) -> Callable[[], object]:
-    """The engine that launch/train.py runs: DeepSpeed, ZeRO 1, one rank."""
+    """The engine that launch/train.py runs: DeepSpeed, ZeRO 2, one rank."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from data.target import frozen, spec
     from heads import build
@@ -67,7 +67,7 @@ def build_draftsmith(job: Job) -> Callable[[], object]:
 
     folder = Path(job.data["target"])
     words = [f"head.taps={TAPS}", f"head.depths={job.depths}", "head.train_lm_head=true", "head.fc_norm=false", "head.norm_output=false"]
-    cfg = load(["conf=smollm_eagle3", "optim=cosine", *words])
+    cfg = load(["conf=smollm_eagle3", "optim=cosine", "zero=stage2", *words])
     cfg.train.dtype = str(job.dtype).removeprefix("torch.")
     cfg.head["draft_vocab_size"] = job.draft_vocab if job.draft_vocab < V else None
     dist.start(torch.get_num_threads())
