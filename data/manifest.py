@@ -99,7 +99,10 @@ def as_stored(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     if not (folder / "manifest.json").is_file():
         return manifest
     there = read_manifest(folder)
-    enough = set(manifest["taps"]) <= set(there["taps"]) and LAST_POLICIES.index(manifest["last"]) <= LAST_POLICIES.index(there["last"])
+    taps, last = there["taps"], there["last"]
+    if not isinstance(taps, list) or taps != sorted(set(taps)) or last not in LAST_POLICIES:  # by hand: refused as another capture
+        return manifest
+    enough = set(manifest["taps"]) <= set(taps) and LAST_POLICIES.index(manifest["last"]) <= LAST_POLICIES.index(last)
     return manifest | {key: there[key] for key in ("taps", "last")} if enough else manifest
 
 

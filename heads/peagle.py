@@ -84,7 +84,7 @@ class PEagle(Eagle3):
         state, embed = self.first_state(batch), self.embedded(self.frozen.embed_VD[batch.token_ids_T[index_T]])  # read at depth 0 alone
         caches, x_KRD = self.caches(batch), []
         for _ in each_depth(labels, docs, caches, batch.token_ids_T, self.shares if self.training else None):
-            x_KRD.append(self.depth(state, embed, docs, caches)[0])
+            x_KRD.append(self.depth(state, embed, None, docs, caches)[0])
         return x_KRD
 
     def export(self) -> Export:

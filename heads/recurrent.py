@@ -44,15 +44,16 @@ class RecurrentHead(ChainHead):
         """Key/value caches, one per attention layer: empty, or of what the target made."""
         raise NotImplementedError
 
-    def depth(self, state: Tensor, embed: Tensor, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
-        """`step` in training: with `recompute` it keeps its inputs alone, and is taken again in the backward."""
+    def depth(self, state: Tensor, embed: Tensor, index: Tensor | None, docs: Documents, caches: list[KeyValues]) -> tuple[Tensor, Tensor]:
+        """`step` in training, over the rows `index` of embed (all where not given): with `recompute` it keeps its inputs alone, and is
+        taken again in the backward."""
         if not (self.recompute and torch.is_grad_enabled()):
-            return self.step(state, embed, docs, caches)
+            return self.step(state, _rows(embed, index), docs, caches)
         docs, before = copy.copy(docs), [KeyValues([*cache.keys], [*cache.values]) for cache in caches]  # as they are now
 
         def again(state: Tensor, embed: Tensor) -> tuple[Tensor, ...]:
             own = [KeyValues([*cache.keys], [*cache.values]) for cache in before]
-            x, fed_back = self.step(state, embed, docs, own)
+            x, fed_back = self.step(state, _rows(embed, index), docs, own)
             return x, fed_back, *(x[-1] for cache in own for x in (cache.keys, cache.values))
 
         x, fed_back, *new = checkpoint(again, state, embed, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
@@ -69,7 +70,7 @@ class RecurrentHead(ChainHead):
         for k in range(self.depths):
             index_T, _ = docs.shifted(1 + k)
             index = index_T if k == 0 else docs.needed.of(index_T)
-            x_RD, state = self.depth(state, embed.index_select(0, index), docs, caches)
+            x_RD, state = self.depth(state, embed, index, docs, caches)
             x_KRD.append(x_RD)
         return x_KRD
 
@@ -100,3 +101,7 @@ class RecurrentHead(ChainHead):
             docs.repeat(row, len(tokens))
             for cache in caches:
                 cache.keep(parent_R)
+
+
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)

@@ -144,7 +144,7 @@ def test_compiling_is_switched_by_the_conf_and_refused_without_a_compiler(target
         assert kernels.compiling() == wanted
     cfg.train.compile = True
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match="train.compile=true: there is no C\\+\\+ compiler 'no-such-compiler'"):
+    with pytest.raises(UserError, match="train.compile=true: there is no no-such-compiler here"):
         setup.equip(cfg, head, target, states)
     assert not kernels.compiling()
 

@@ -58,7 +58,9 @@ def test_numbers_that_do_not_divide_are_no_fit():
     lines, _, first = judged(load(["conf=llama70b_mtp", "train.sequence_parallel=3", "target.tensor_parallel=6"]), 8, GPUS["h100"])
     assert first.startswith("Verdict: it does not fit")
     assert lines["training"].endswith("train.sequence_parallel=3 does not divide the 8 ranks: set it to one of 1, 2, 4, 8")
-    assert lines["answers, capture, evaluation"].endswith("The target has 64 attention heads: set it to one of 1, 2, 4, 8")
+    assert lines["answers, capture, evaluation"].endswith(
+        "The target has 64 attention heads and 8 of keys and values: set it to one of 1, 2, 4, 8"
+    )
 
 
 @pytest.mark.parametrize(

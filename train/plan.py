@@ -126,10 +126,10 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     ZeRO (Rajbhandari et al. 2020, figure 1) with float32 masters and float32 gradient sums:
       weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w, Muon's one 4 P / w.
     Activations kept for the backward pass, per row worked on (`worked` of heads) and decoder block (hidden size D, N query heads and G
-    key/value heads of size H, inner width I): inputs of the norms and of the projections behind them 5 D; q, k, v before and
-    after rotation, attention output 2 (N + 2 G) H + N H; gate, up and their product 3 I; the lm_head's input and its gradient 2 D. All
+    key/value heads of size H, inner width I): inputs of the norms and of the projections behind them 5 D; q, k, v and
+    the attention's output (N + 2 G) H + N H; gate, up and their product 3 I; the lm_head's input and its gradient 2 D. All
     times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound). With
-    train.recompute that of one depth, and of every row a depth's inputs: token and state 2 D, keys and values 2 G H a block.
+    train.recompute that of one depth, of every row its state D and keys and values 2 G H a block, and D of embeddings once.
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
     Allocator overhead and communication buffers are left out.
@@ -142,7 +142,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     rows = rows / ranks + T - T / ranks
     layers = rows * sum(_block_activations(spec) for spec in specs)
     if cfg.train.recompute:
-        layers = layers / head.depths + rows * (2 * D + sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs))
+        layers = layers / head.depths + rows * (D + sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs)) + T * D
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
     target = (target_parameters(spec) + cfg.data.max_length * _block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
@@ -172,7 +172,7 @@ def worked(head: DraftHead, tokens: int) -> tuple[float, float]:
 
 def _block_activations(spec: TargetSpec) -> int:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return 5 * spec.hidden_size + 2 * (q + 2 * kv) + q + 3 * spec.intermediate_size
+    return 5 * spec.hidden_size + 2 * q + 2 * kv + 3 * spec.intermediate_size
 
 
 def _width(head: DraftHead, spec: TargetSpec) -> int:

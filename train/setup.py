@@ -105,10 +105,8 @@ def equip(cfg: RunConfig, head: DraftHead, target_dir: Path, store: Sequences) -
     head.to(dist.device())
     if cfg.train.recompute:
         head.recompute = True
-    if cfg.train.compile and dist.device().type == "cpu" and shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
-        raise UserError(
-            f"train.compile=true: there is no C++ compiler {compiler!r} here; install g++, name another in CXX, or set it to false"
-        )
+    if cfg.train.compile:
+        _check_compiler("CXX" if dist.device().type == "cpu" else "CC")  # Triton's launchers are C
     compile_passes(on=cfg.train.compile)
     if head.draft_vocab_size is not None:
         head.set_draft_vocab(_draft_ids(cfg, head, store))
@@ -187,3 +185,11 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str
 def say(text: str) -> None:
     if dist.rank() == 0:
         print(text, flush=True)
+
+
+def _check_compiler(variable: str) -> None:
+    usual = {"CXX": ["g++"], "CC": ["gcc", "clang"]}[variable]
+    names = [os.environ[variable]] if variable in os.environ else usual
+    if not any(map(shutil.which, names)):
+        what = f"there is no {' or '.join(names)} here; install {usual[0]}, name another in {variable}, or set it to false"
+        raise UserError(f"train.compile=true: {what}")

@@ -85,16 +85,23 @@ def _engine(cfg: RunConfig, spec: TargetSpec, found: Plan, device: Device) -> Ju
     if device.shared:
         return FITS if weights <= room else NOT, f"{text}; {_memory_of(device, room)}"
     text += f", {bytes_text(weights / parallel)} on each of target.tensor_parallel={parallel} GPUs; {_memory_of(device, room)}"
-    if spec.num_heads % parallel:
-        fits = [n for n in range(1, found.world + 1) if spec.num_heads % n == 0]
-        return NOT, f"{text}. The target has {spec.num_heads} attention heads: set it to one of {_listed(fits)}"
+    if not _splits(spec, parallel):
+        fits = [n for n in range(1, found.world + 1) if _splits(spec, n)]
+        heads = f"{spec.num_heads} attention heads and {spec.num_kv_heads} of keys and values"
+        return NOT, f"{text}. The target has {heads}: set it to one of {_listed(fits)}"
     if parallel > found.world:
         return NOT, f"{text}. There {'is' if found.world == 1 else 'are'} {found.world} (gpus={found.world})"
     if weights / parallel <= room:
         return FITS, text
-    enough = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0 and weights / n <= room]
+    enough = [n for n in range(1, spec.num_heads + 1) if _splits(spec, n) and weights / n <= room]
     mend = f"target.tensor_parallel={enough[0]} is enough" if enough else "no number of them is enough"
     return NOT, f"{text}: {mend}"
+
+
+def _splits(spec: TargetSpec, parallel: int) -> bool:
+    """Whether vLLM spreads the target's heads over so many GPUs."""
+    kv = spec.num_kv_heads
+    return spec.num_heads % parallel == 0 and (kv % parallel == 0 or parallel % kv == 0)
 
 
 def _disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> Judged:

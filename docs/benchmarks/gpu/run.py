@@ -80,6 +80,7 @@ def stepper(case: Case) -> Callable[[], None]:
     """Forward, backward and AdamW on float32 masters, as the engine trains in bfloat16."""
     head = head_of(case.spec, case.K, case.U, DTYPE)
     head.recompute = case.way == "recompute"
+    torch.compiler.reset()  # each case is compiled for its own sizes
     compile_passes(on=case.way == "compiled")
     batch = batch_of(head, case.lengths(), DTYPE)
     parameters = [p for p in head.parameters() if p.requires_grad]
