@@ -103,7 +103,9 @@ def check_methods(cfg: RunConfig, target_dir: Path, export_dir: Path) -> None:
         about = read_export(export_dir)
         check_fingerprint(about["target_fingerprint"], target_dir)
         if quantization := about.get("quantization"):
-            check_device(quantization["scheme"], torch.cuda.is_available(), torch.cpu.get_capabilities())
+            check_device(
+                quantization["scheme"], cfg.eval.dtype or cfg.target.dtype, torch.cuda.is_available(), torch.cpu.get_capabilities()
+            )
         _check_depths(cfg.head, cfg.eval.ks, target)
     for folder in (Path(method) for method in methods if "/" in method):
         _check_published(folder, cfg.eval.ks, target_dir, target)

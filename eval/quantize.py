@@ -52,8 +52,8 @@ def check_scheme(scheme: str, method: str, architecture: str) -> None:
         )
 
 
-def check_device(scheme: str, on_gpu: bool, cpu: Mapping[str, Any]) -> None:
-    """UserError: the engine (vLLM 0.32) cannot compute with it here. cpu: torch.cpu.get_capabilities()."""
+def check_device(scheme: str, dtype: str, on_gpu: bool, cpu: Mapping[str, Any]) -> None:
+    """UserError: the engine (vLLM 0.32), which runs in `dtype`, cannot compute with it here. cpu: torch.cpu.get_capabilities()."""
     if on_gpu:
         return
     able = {  # scheme -> whether this CPU is, and what would be. Without VNNI oneDNN's int8 products saturate: wrong by tens of per cent
@@ -66,6 +66,11 @@ def check_device(scheme: str, on_gpu: bool, cpu: Mapping[str, Any]) -> None:
         raise UserError(
             f"this export holds {scheme} weights, with which vLLM cannot compute on this CPU: evaluate on {where}, or export again with "
             "another export.quantization"
+        )
+    if scheme == "int4" and dtype == "float32":
+        raise UserError(
+            "this export holds int4 weights, which vLLM multiplies with bfloat16 alone on a CPU, and the engine runs in float32: set "
+            "eval.dtype=bfloat16, or export again with export.quantization=int8"
         )
 
 

@@ -118,13 +118,16 @@ OLD, NEW = X86, X86 | {"avx512_f": True, "avx512_vnni": True}
 
 @pytest.mark.parametrize(("scheme", "cpu"), [("fp8", OLD), ("fp8", NEW), ("int4", OLD), ("int8", OLD), ("int8", X86 | {"avx512_f": True})])
 def test_what_the_engine_cannot_compute_here_is_refused_before_it_starts(scheme, cpu):
-    refused(lambda: check_device(scheme, False, cpu), scheme, "on this CPU", "export.quantization")
-    check_device(scheme, True, cpu)
+    refused(lambda: check_device(scheme, "bfloat16", False, cpu), scheme, "on this CPU", "export.quantization")
+    check_device(scheme, "bfloat16", True, cpu)
 
 
 def test_what_it_can_is_not():
     for scheme, cpu in (("int8", NEW), ("int8", X86 | {"avx_vnni": True}), ("int8", X86 | {"architecture": "aarch64"}), ("int4", NEW)):
-        check_device(scheme, False, cpu)
+        check_device(scheme, "bfloat16", False, cpu)
+    check_device("int8", "float32", False, NEW)
+    refused(lambda: check_device("int4", "float32", False, NEW), "eval.dtype=bfloat16", "export.quantization=int8")
+    check_device("int4", "float32", True, NEW)
 
 
 FAULTS = {
@@ -206,7 +209,7 @@ def probe(tmp_path_factory):
 
 def able() -> bool:
     try:
-        check_device("int8", False, torch.cpu.get_capabilities())
+        check_device("int8", "float32", False, torch.cpu.get_capabilities())
     except UserError:
         return False
     return True
