@@ -103,7 +103,7 @@ def as_stored(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(taps, list) or taps != sorted(set(taps)) or last not in LAST_POLICIES:  # by hand: refused as another capture
         return manifest
     enough = set(manifest["taps"]) <= set(taps) and LAST_POLICIES.index(manifest["last"]) <= LAST_POLICIES.index(last)
-    return manifest | {key: there[key] for key in ("taps", "last")} if enough else manifest
+    return manifest | {"taps": taps, "last": last} if enough else manifest
 
 
 def check_same_capture(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from heads.kernels import wide
+
 if TYPE_CHECKING:
     from heads.attention import Rows
 
@@ -40,7 +42,7 @@ class Kernel(Protocol):
 
 def split(x: Tensor, k0: Tensor) -> Tensor:
     """[R, N, H] -> [R, M, G, H], at least in float32."""
-    return x.unflatten(1, (k0.shape[1], -1)).to(torch.promote_types(x.dtype, torch.float32))
+    return wide(x.unflatten(1, (k0.shape[1], -1)))
 
 
 def grouped(x: Tensor, group: int) -> Tensor:
@@ -204,7 +206,7 @@ class Varlen:
         for part in layout.parts:
             queries, k, v = (_take(x, index) for x, index in ((wide_q, part.asks), (k0, part.keys), (v0, part.keys)))
             out, lse = self.call(queries, k, v, part, scale)
-            found.append((out.to(torch.promote_types(q.dtype, torch.float32)), part.by_row(lse, len(queries))))
+            found.append((wide(out), part.by_row(lse, len(queries))))
         if not found:
             out = split(q, k0).clone()
             return out, out[..., 0]

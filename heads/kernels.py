@@ -83,7 +83,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, statistics in at least float32."""
     if x.device.type != "cpu" and not _compiling:  # where torch has one kernel for each way
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return _rms_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 

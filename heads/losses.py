@@ -57,19 +57,26 @@ def _teacher_pass(logits_LU: Tensor, softcap: float | None, p_LU: Tensor, spare_
 
 @fused
 def _row_pass(  # noqa: PLR0913
-    logits_LU: Tensor, teacher: Teacher | None, take_L: Tensor | None, y_L: Tensor, loss: Mapping[str, float], asked: bool, scratch: Scratch
-) -> tuple[Tensor, Tensor | None]:
-    """Writes the gradient into logits_LU; returns the losses [L] and, where asked, sum min(p, q) [L]. take_L: rows of the teacher, all
-    where not given."""
+    logits_LU: Tensor,
+    teacher: Teacher | None,
+    take_L: Tensor | None,
+    y_L: Tensor,
+    loss: Mapping[str, float],
+    accepted_L: Tensor | None,
+    scratch: Scratch,
+) -> Tensor:
+    """Writes the gradient into logits_LU, and sum min(p, q) into accepted_L where given; returns the losses [L]. take_L: rows of the
+    teacher, all where not given."""
     if teacher is None:
         p, negentropy = None, None
     else:
         p, negentropy = teacher if take_L is None else (x[take_L] for x in teacher)
     rows = Rows(wide(logits_LU), p, negentropy, y_L, scratch)
     loss_L = mixture(loss, rows)
-    accepted_L = rows.accepted if asked else None
+    if accepted_L is not None:
+        accepted_L.copy_(rows.accepted)
     logits_LU.copy_(rows.gradient())
-    return loss_L, accepted_L
+    return loss_L
 
 
 class _Scratch:
@@ -114,10 +121,8 @@ class _Scratch:
         for part in self._parts(len(logits_LU)):
             z_LU, take = logits_LU[part], None if take_L is None else take_L[part]
             of_part = (teacher[0][part], teacher[1][part]) if teacher is not None and take is None else teacher
-            about = (loss, accepted_L is not None, self._spare(len(z_LU)))
-            loss_L[part], accepted = _row_pass(z_LU, of_part, take, y_L[part], *about)
-            if accepted_L is not None and accepted is not None:
-                accepted_L[part] = accepted
+            accepted = None if accepted_L is None else accepted_L[part]
+            loss_L[part] = _row_pass(z_LU, of_part, take, y_L[part], loss, accepted, self._spare(len(z_LU)))
         return loss_L, logits_LU
 
     def _parts(self, rows: int) -> Iterator[slice]:
