@@ -16,6 +16,7 @@ from heads.kernels import compiling, fused, wide
 from heads.objectives import Rows, Scratch, logsumexp, mixture, reads_target
 
 SLICE = 32  # rows of an element-wise pass on a CPU: what it touches stays in cache
+COMPILED_SLICE = 128  # of a compiled one, which goes row by row
 SLICE_BYTES = 64 << 20  # of an element-wise pass on an accelerator: many times what its kernels take to start, little beside a chunk
 
 
@@ -84,7 +85,8 @@ class _Scratch:
 
     def __init__(self, rows: int, head_UD: Tensor, with_teacher: bool, softcap: float | None) -> None:
         size, dtype, self.softcap = len(head_UD), torch.promote_types(head_UD.dtype, torch.float32), softcap
-        self.step = min(rows, SLICE if head_UD.device.type == "cpu" else max(1, SLICE_BYTES // (size * dtype.itemsize)))
+        on_cpu = COMPILED_SLICE if compiling() else SLICE
+        self.step = min(rows, on_cpu if head_UD.device.type == "cpu" else max(1, SLICE_BYTES // (size * dtype.itemsize)))
         self.logits_LU = head_UD.new_empty(rows, size)
         self.p_LU = head_UD.new_empty(rows if with_teacher else 0, size, dtype=dtype)
         self._spare_LU = None if compiling() else [head_UD.new_empty(self.step, size, dtype=dtype) for _ in range(3)]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import batch_of, head_confs, ready
+from safetensors.torch import load_file
 
 from data.batch import Batches
 from data.errors import UserError
 from data.store import Store
 from tests.toy import ROOT, ToyHead, make_config, make_store, on_two_ranks, read_metrics, train
-from train import checkpoint, dist
+from train import checkpoint, dist, engine
 from train.engine import Engine
 from train.loop import seed_of
 
@@ -201,3 +202,17 @@ def test_a_window_without_labels_is_passed_over(tmp_path: Path) -> None:
     train(cfg, head=Silent())
     assert losses(tmp_path / "run") == []
     assert (tmp_path / "run/latest").read_text() == "step-000004\n"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_nothing_is_added_to_make_the_same_steps_in_either_dtype(
+    tmp_path: Path, store: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One micro-batch of one rank in bfloat16: kept in bfloat16, and in float32 as where micro-batches are summed."""
+    settings = {"train.dtype": "bfloat16", "zero.stage": stage, "train.steps": 6, "optim.clip": 1e-3}
+    train(make_config(tmp_path / "as_they_come", store, **settings))
+    config = engine.deepspeed_config
+    monkeypatch.setattr(engine, "deepspeed_config", lambda cfg: config(cfg) | {"data_types": {"grad_accum_dtype": "fp32"}})
+    train(make_config(tmp_path / "summed", store, **settings))
+    first, second = (load_file(next((tmp_path / name).glob("step-*6")) / "head.safetensors") for name in ("as_they_come", "summed"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

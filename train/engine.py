@@ -46,6 +46,9 @@ def _deepspeed() -> ModuleType:
 
 def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
     whole = {"reduce_scatter": False} if cfg.optim.algorithm == "muon" else {}  # Muon's update is made of whole matrices
+    # Nothing is added to the gradients of one micro-batch of one rank: they are copied in the dtype in which they come. (Under ZeRO 1
+    # that dtype chooses the optimizer's class, and so the checkpoint's format.)
+    summed = cfg.train.accum * dist.world() > 1 or cfg.zero["stage"] == 1
     return {
         "train_micro_batch_size_per_gpu": 1,  # one packed batch
         "gradient_accumulation_steps": cfg.train.accum,
@@ -53,7 +56,7 @@ def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
         "zero_optimization": {**cfg.zero, **whole},
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW also where the states are offloaded: nothing to compile
         "bf16": {"enabled": cfg.train.dtype == "bfloat16", "check_grad_overflow": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "fp32" if summed else None},
         "communication_data_type": "fp32",
     }
 
