@@ -4,7 +4,7 @@ export OMP_WAIT_POLICY := passive
 PY := .venv/bin/python
 PYTHON ?=
 
-.PHONY: setup demo test test-all bench bench-capture docs check lint clean
+.PHONY: setup demo test test-all bench bench-scaling bench-capture docs check lint clean
 
 setup: .venv/.ready
 
@@ -23,6 +23,9 @@ test-all: setup
 
 bench: setup
 	$(PY) docs/benchmarks/training_step/run.py docs/benchmarks
+
+bench-scaling: setup
+	$(PY) docs/benchmarks/training_step/scaling.py docs/benchmarks
 
 bench-capture: setup
 	$(PY) docs/benchmarks/capture/run.py docs/benchmarks

@@ -146,7 +146,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     dtype = usual_dtype() if args.dtype == "auto" else args.dtype
-    (ROOT / ".bench").mkdir(exist_ok=True)
+    for folder in (ROOT / ".bench", args.out):
+        folder.mkdir(parents=True, exist_ok=True)
     data = ROOT / ".bench" / "states.pt"
     if not data.exists():
         subprocess.run([sys.executable, str(HERE / "data.py"), str(data)], check=True)
