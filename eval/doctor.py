@@ -21,6 +21,7 @@ from data.sequences import Sequences
 from data.store import Store
 from data.vocab import count_supervised, coverage
 from eval import chain
+from eval.accept import figures
 from eval.advice import find
 from eval.export import engine_files, read_export, validate_export
 from eval.report import history
@@ -44,14 +45,12 @@ SEQUENCES = 20  # of the held-out store that the chain walks
 Measured = dict[str, dict[str, Any]]
 
 
-def walked(head: DraftHead, heldout: Store, k: int) -> Measured:
+def walked(head: DraftHead, heldout: Store, k: int, max_length: int) -> Measured:
     """What the chain accepts along the stored answers. Teacher-forced acceptance is of all tokens alike; a chain stops more often where
     drafts are wrong, so that only chains can be compared with chains."""
-    answers = []
-    for i in torch.linspace(0, len(heldout) - 1, min(SEQUENCES, len(heldout))).long().unique().tolist():
-        ids, start = heldout.get(i, ())["token_ids"].tolist(), int(heldout.first_labels[i])
-        answers.append({"id": heldout.ids[i], "prompt_ids": ids[:start], "response_ids": ids[start:]})
-    return {WALKED: _counted(chain.offline(head, heldout, answers, k, torch.device("cpu"), torch.float32), "float32")}
+    chosen, drafts = chain.spread(heldout, SEQUENCES), chain.most_drafts(head, k)
+    counts = chain.along_stored(head, heldout, chosen, drafts, max_length, torch.device("cpu"), torch.float32)
+    return {WALKED: _counted(figures(counts), "float32")}
 
 
 def measurements(run_dir: Path) -> Measured:
@@ -169,7 +168,7 @@ def diagnose(cfg: RunConfig, head: DraftHead, target_dir: Path, count: int) -> t
         looked.append("export")
     found = measurements(run_dir)
     if isinstance(heldout, Store) and not faults:
-        found |= walked(head, heldout, max(cfg.eval.ks))
+        found |= walked(head, heldout, max(cfg.eval.ks), cfg.data.max_length)
     if not faults:
         faults += untrained_faults(found, history(run_dir))
     return found, faults + gap_faults(found, faults), looked

@@ -69,6 +69,15 @@ def summary(means: Means, weights: tuple[float, ...]) -> dict[str, Any]:
 
 class Clock:
     """Speed since the last reading: tokens are counted per rank and pooled."""
+def chain_summary(counts: Tensor) -> dict[str, Any]:
+    """counts [1 + k]: passes that drafted, and those in which draft i was accepted. Empty where there was no pass."""
+    passes, *accepted = counts.tolist()
+    if not passes:
+        return {}
+    rates = {"chain_acceptance_length": 1 + sum(accepted) / passes, "chain_acceptance_per_position": [a / passes for a in accepted]}
+    return rates | {"chain_passes": int(passes)}
+
+
 
     def __init__(self, first_step: int, steps: int) -> None:
         self.first_step, self.steps = first_step, steps
@@ -164,6 +173,9 @@ def console_line(kind: str, step: int, steps: int, record: dict[str, Any]) -> st
         parts.append(f"acceptance length {record['acceptance_length']:.3f}")
     if kind == "train":
         minutes, seconds = divmod(round(record["seconds_left"]), 60)
+    if "chain_acceptance_length" in record:
+        rates = " ".join(f"{rate:.3f}" for rate in record["chain_acceptance_per_position"])
+        parts.append(f"chain {record['chain_acceptance_length']:.3f} ({rates})")
         parts += [f"lr {record['lr']:.2e}", f"grad {record['grad_norm']:.3g}", f"{record['tokens_per_second']:,.0f} tok/s"]
         parts += [f"data wait {record['data_wait']:.0%}", f"peak {record['peak_memory_gb']:.2f} GB", f"left {minutes}:{seconds:02d}"]
     return "  ".join(parts)
