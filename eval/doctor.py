@@ -23,7 +23,7 @@ from data.vocab import count_supervised, coverage
 from eval import chain
 from eval.accept import figures
 from eval.advice import find
-from eval.export import engine_files, read_export, validate_export
+from eval.export import again, engine_files, read_export, validate_export
 from eval.report import history
 from heads.base import DraftHead
 
@@ -95,7 +95,7 @@ def export_faults(head: DraftHead, folder: Path) -> list[Fault]:
     differ = sorted(key for key in stored.keys() | should.keys() if stored.get(key) != should.get(key))
     faults = []
     for key in differ:
-        text = f"{folder}/config.json: {key} is {stored.get(key)}, the head has {should.get(key)}: export again"
+        text = f"{folder}/config.json: {key} is {stored.get(key)}, the head has {should.get(key)}: {again()}"
         faults.append(Fault(next((cause for cause, keys in CAUSES.items() if key in keys), "export"), text))
     with safe_open(folder / "model.safetensors", "pt") as f:
         held = set(f.keys())
@@ -103,7 +103,7 @@ def export_faults(head: DraftHead, folder: Path) -> list[Fault]:
             # as bytes, for torch cannot compare 8-bit floats
             same = name in held and torch.equal(f.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8))
             if not same:
-                faults.append(Fault("weights", f"{name} of the export is not the checkpoint's: export again"))
+                faults.append(Fault("weights", f"{name} of the export is not the checkpoint's: {again()}"))
     return faults
 
 
@@ -139,9 +139,14 @@ def gap_faults(found: Measured, others: list[Fault]) -> list[Fault]:
     if offline and engine and abs(offline["length"] / engine["length"] - 1) > APART and not others:
         text = f"offline {offline['length']:.3f} and engine {engine['length']:.3f} differ"
         if "scheme" in engine:
-            faults.append(Fault("quantization", f"{text}: the export has {engine['scheme']} weights; another scheme, or none, costs less"))
+            none = command("export", "export.quantization=null")
+            faults.append(
+                Fault("quantization", f"{text}: the export has {engine['scheme']} weights; without them: `{none}`, then evaluate")
+            )
         elif engine["dtype"] != "float32":
-            faults.append(Fault("dtype", f"{text}: measure with eval.dtype=float32; if they meet there, it is rounding"))
+            faults.append(
+                Fault("dtype", f"{text}: measure with `{command('evaluate', 'eval.dtype=float32')}`; if they meet there, it is rounding")
+            )
         else:
             faults.append(Fault("numerics", f"{text} in float32 too: the engine's layer computes something else than the head's"))
     if stored and offline and stored["length"] - offline["length"] > 0.1 * stored["length"]:
