@@ -184,3 +184,18 @@ def test_a_container_has_the_memory_that_it_may_use(monkeypatch, tmp_path):
     assert devices.this_cpu().memory == whole.memory
     devices.CGROUP.write_text("1000000000\n")
     assert devices.this_cpu().memory == 1e9
+
+
+def test_a_shared_store_is_as_wide_as_it_is(tmp_path):
+    """A capture goes on with the taps that the store holds, more than this head reads."""
+    for split in inputs.SPLITS:
+        answers(tmp_path / "responses", split, [(10, 20)] * 24)
+    cfg = load(["conf=tiny_eagle3", "head.taps=[1]", f"data.responses={tmp_path}/responses", f"data.store={tmp_path}/store"])
+    size = lambda: float(re.search(r"disk: ([\d.]+) [kM]B of states", judged(cfg, 1, CPU)[0]["disk"])[1])  # noqa: E731
+    alone = size()
+    write_store(tmp_path / "store" / "train", [9], taps=(0, 1, 2))
+    write_store(tmp_path / "store" / "heldout", [9], taps=(1,))
+    wide = size()
+    assert wide > 1.5 * alone
+    (tmp_path / "store" / "train" / "manifest.json").write_text("{oops")
+    assert size() < wide, "a broken manifest is taken for none"
