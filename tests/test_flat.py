@@ -85,12 +85,10 @@ def test_an_evaluation_joins_the_run_of_its_training(tmp_path, monkeypatch, caps
     found = last_summary(tmp_path / "run")
     assert found["val/chain_acceptance_length"] == 1.5, "the training's own"
     assert {key: found[key] for key in sent[0]} == sent[0]
-    media = {key: found[f"eval/{key}"] for key in ("methods", "acceptance_per_position", "slices", "report")}
-    assert [media[key]["_type"] for key in media] == ["table-file"] * 3 + ["html-file"]
-    files = {
-        key: next(run / "files" / value["path"] for run in runs if (run / "files" / value["path"]).is_file())
-        for key, value in media.items()
-    }
+    names = ["methods", "acceptance_per_position", "slices", "report"]
+    assert [found[f"eval/{name}/_type"] for name in names] == ["table-file"] * 3 + ["html-file"]
+    root = tmp_path / "run" / "wandb"
+    files = {name: next(root.glob(f"offline-run-*/files/{found[f'eval/{name}/path']}")) for name in names}
     table = json.loads(files["methods"].read_text())
     assert (table["columns"], table["data"]) == tuple(sent[1]["eval/methods"]) and files["report"].read_text() == page.read_text()
     assert "W&B: " in capsys.readouterr().out

@@ -212,7 +212,7 @@ def send_report(cfg: RunConfig, points: dict[str, float], tables: dict[str, tupl
     shown = {**points, **drawn, f"{page.parent.name}/report": wandb.Html(page, inject=False)}
     run.log(shown, step=max(run.step, cfg.train.steps + 1))  # W&B drops what is said of a step that is past
     run.summary.update(points)
-    where = run.url or run.dir
+    where = Path(run.dir).parent if run.offline else run.url
     run.finish()
     replace_text(sent, f"{where}\n")
     print(f"W&B: {where} has the figures, the tables and {page.name}", flush=True)
