@@ -64,7 +64,7 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
     mine, long = request.part.of(request.records), _too_long(request)
     _say_long([r for r in mine if r["id"] in long], len(mine), request.target_cfg.max_model_len - 1, own)
     todo = unanswered([r for r in mine if r["id"] not in long], request.sampling["samples"], done, out)
-    wanted = [name for record, name in asked(request) if record not in long]
+    wanted = [name for record, name in names_of(request) if record not in long]
     there = sum(name in done for name in wanted)
     others = f", and {len(done) - there} to other prompts, which stay" if len(done) > there else ""
     print(f"respond: {len(todo)} answers to sample, {there} already in {out}{others}", flush=True)
@@ -102,7 +102,7 @@ def say_others(others: int, path: Path) -> None:
         print(f"capture: {others} answers in {path} are to prompts that this conf does not name; they stay there", flush=True)
 
 
-def asked(request: Request) -> list[tuple[str, str]]:
+def names_of(request: Request) -> list[tuple[str, str]]:
     """(record, answer) of all answers wanted, by their ids."""
     return [(r["id"], f"{r['id']}#{s}") for r in request.records for s in range(request.sampling["samples"])]
 
@@ -127,7 +127,7 @@ def join(request: Request) -> bool:
             aside: dict[str, Any] = {}
             for path in {Part(number, part.count).beside(listed) for number in range(part.count)} - {listed}:
                 aside |= {line["id"]: line for line in read_jsonl_tolerant(path)[0]} if path.exists() else {}
-            known, long, names = answers.keys() | aside.keys(), _too_long(request), asked(request)
+            known, long, names = answers.keys() | aside.keys(), _too_long(request), names_of(request)
             if several and not all(record in long or {record, name} & known for record, name in names):
                 return False
             place = {name: i for i, (_, name) in enumerate(names)}

@@ -138,10 +138,6 @@ class Batches:
             kv=[joined(list(parts)) for parts in zip(*(document["kv"] for document in documents), strict=True)],
         )
 
-    def steps_per_epoch(self, accum: int) -> int:
-        """Steps that see every sequence once, rounded up; of the first epoch (others pack to a few micro-batches more or less)."""
-        return -(-self._size(0) // (self.groups * accum))
-
     def step(self, i: int, accum: int) -> list[Batch]:
         """This rank's `accum` micro-batches of step i (from 0): token_ids int64, loss_mask bool, states in the stored dtype."""
         return [self._batch(self._micro(index), index, self.place, self.share) for index in self._micros(i, accum)]

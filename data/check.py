@@ -19,7 +19,7 @@ from data.commands import command
 from data.files import bytes_text
 from data.forward import Forward
 from data.identity import read_meta, template_hash, tokenizer_hash
-from data.manifest import other_maker
+from data.manifest import anew, other_maker
 from data.progress import table_console
 from data.store import Store
 from data.target import fingerprint, frozen, spec
@@ -62,8 +62,8 @@ def mask_faults(store: Store, answers_path: Path) -> list[Fault]:
     for i, name in enumerate(store.ids):
         if name in starts and (shift := int(store.first_labels[i]) - starts[name]):
             wrong.setdefault(shift, []).append(name)
-    text = "in {} sequences supervision begins {:+d} tokens from where the answer does (first: {}): capture again"
-    return [Fault("mask", text.format(len(names), shift, names[0])) for shift, names in wrong.items()]
+    text = "in {} sequences supervision begins {:+d} tokens from where the answer does (first: {}). {}"
+    return [Fault("mask", text.format(len(names), shift, names[0], anew())) for shift, names in wrong.items()]
 
 
 def state_faults(store: Store, reference: Reference, count: int) -> tuple[list[Fault], dict[str, float]]:
@@ -118,7 +118,7 @@ def _judge(figures: dict[str, float], meant: dict[int, str]) -> list[Fault]:
     for tap, nearest in meant.items():
         if (error := figures[f"tap {tap}"]) > CLOSE:
             instead = f"it is {nearest}" if nearest else "nor is it any other layer's"
-            text = f"tap {tap} is not the target's own state there (relative error {error:.2f}); {instead}: capture again"
+            text = f"tap {tap} is not the target's own state there (relative error {error:.2f}); {instead}. {anew()}"
             faults.append(Fault("slot" if nearest in (EARLY, LATE) else "tap", text))
     if "last" not in figures:
         return faults
@@ -130,8 +130,8 @@ def _judge(figures: dict[str, float], meant: dict[int, str]) -> list[Fault]:
     kinds = {BEFORE_NORM: "norm", EARLY: "slot", LATE: "slot"}
     nearest = min(kinds, key=lambda name: figures[f"last, {name}"])
     if figures[f"last, {nearest}"] > CLOSE:
-        return [*faults, Fault("last", f"last is not the target's own (relative error {figures['last']:.2f}): capture again")]
-    return [*faults, Fault(kinds[nearest], f"what is stored as last is the target's own {nearest}: capture again")]
+        return [*faults, Fault("last", f"last is not the target's own (relative error {figures['last']:.2f}). {anew()}")]
+    return [*faults, Fault(kinds[nearest], f"what is stored as last is the target's own {nearest}. {anew()}")]
 
 
 def check_store(folder: Path, reference: Reference, answers_path: Path, count: int) -> tuple[list[Fault], dict[str, float], str]:
@@ -139,7 +139,8 @@ def check_store(folder: Path, reference: Reference, answers_path: Path, count: i
     store = Store(folder, verify=True)
     target = reference.folder
     others = other_maker(store.manifest, fingerprint(target), tokenizer_hash(target), template_hash(target))
-    faults = [Fault(part, f"{text}: respond and capture again") for part, text in others] + mask_faults(store, answers_path)
+    both = f"Set data.responses and data.store to new folders, then run `{command('respond')}` and `{command('capture')}`"
+    faults = [Fault(part, f"{text}. {both}") for part, text in others] + mask_faults(store, answers_path)
     found, figures = state_faults(store, reference, count) if not any(f.cause == "target" for f in faults) else ([], {})
     meta = answers_path.with_suffix(".meta.json")
     if meta.is_file() and read_meta(meta).get("answers") == "given":  # they were to be another hand's

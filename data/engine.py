@@ -16,7 +16,7 @@ from data.answers import Request, asked_answers, collect, cut_answers, mask_of, 
 from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
 from data.errors import UserError
 from data.files import bytes_text
-from data.gather import gather, part_stores
+from data.gather import finish_part, gather, part_stores
 from data.manifest import check_disk, check_same_capture, check_same_sequences, free_bytes, plan_bytes, read_manifest
 from data.part import WHOLE, Part
 from data.store import StoreWriter
@@ -112,9 +112,22 @@ def capture(  # noqa: PLR0913
         plan = {"store_dir": str(writer.folder.absolute()), "manifest": manifest, "taps": list(taps), "last": last}
         seconds = prefill(target_dir, target_cfg, todo, {**plan, "shard_tokens": shard_tokens}, in_flight)
         ran = {"seconds": seconds, "tokens_per_second": left / seconds}
-    if part.name and (rest := len(wanted - gather(store_dir, manifest, wanted))):
+    if part.name and (rest := len(wanted - finish_part(store_dir, part.name, manifest, wanted))):
         print(f"capture: {part.name} has nothing more to do; {rest} sequences are still with other parts", flush=True)
+    else:
+        say_lost(store_dir, answers)
     return {**counts, "tokens": tokens, **ran}
+
+
+def say_lost(store_dir: Path, answers: list[dict[str, Any]]) -> None:
+    """Names the slices of which a finished store holds no answer at all: no figure of theirs will say so."""
+    there = {name for shard in read_manifest(store_dir)["shards"] for name in shard["ids"]}
+    found: dict[str, list[bool]] = {}
+    for answer in answers:
+        found.setdefault(str(answer.get("meta", {}).get("category", "other")), []).append(answer["id"] in there)
+    if lost := [f"{name} ({len(kept)})" for name, kept in sorted(found.items()) if not any(kept)]:
+        why = f"{store_dir / 'quarantine.jsonl'} lists what has NaN or Inf, and what has no response token was left out above"
+        print(f"capture: the store holds no answer at all of {', '.join(lost)}: {why}", flush=True)
 
 
 def _say_sizes(store_dir: Path, need: int, tokens: int, counts: dict[str, int], dtype: str, max_length: int) -> None:

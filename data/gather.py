@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def gather(folder: Path, manifest: dict[str, Any], wanted: set[str]) -> set[str]
         if wanted <= whole.done:
             whole.close()
         return whole.done
+
+
+def finish_part(folder: Path, name: str, manifest: dict[str, Any], wanted: set[str]) -> set[str]:
+    """`gather` at the end of a part, whose own store goes where nothing of the whole lies in it."""
+    done, own = gather(folder, manifest, wanted), folder / name
+    with turn(folder):
+        if not any(own.glob("shard-*.safetensors")):  # what it set aside is in the list of the whole by now
+            shutil.rmtree(own, ignore_errors=True)
+    return done
 
 
 def _adopt(whole: StoreWriter, part: Path) -> None:

@@ -97,19 +97,6 @@ def _corrected(accepted_B: Tensor, q_BkV: Tensor, p_BnV: Tensor, weight_B: Tenso
     return draw(torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV), uniform_B)
 
 
-def expected_acceptance(p_V: Tensor, q_V: Tensor) -> Tensor:
-    """Probability that one sampled draft is kept: sum over the vocabulary of min(p, q) = 1 - total variation distance."""
-    return torch.minimum(p_V, q_V).sum(-1)
-
-
-def scatter_draft_vocab(q_kU: Tensor, draft_ids_U: Tensor, vocab_size: int) -> Tensor:
-    """A distribution over a reduced draft vocabulary as one over the target's [k, V]; ids outside have probability 0.
-    Rejection sampling against the unscattered rows would compare probabilities of different tokens."""
-    q_kV = q_kU.new_zeros(*q_kU.shape[:-1], vocab_size)
-    q_kV[..., draft_ids_U] = q_kU
-    return q_kV
-
-
 @dataclass
 class Counts:
     """Pooled counts. accepted_per_position[i]: passes in which draft i+1 was accepted. discarded: accepted drafts that never
@@ -167,13 +154,6 @@ def figures(counts: Counts) -> dict[str, Any]:
         "discarded_tokens": counts.discarded,
         "passes": counts.passes,
     }
-
-
-def conditional(accepted_per_position: Sequence[int], drafts: int) -> list[float]:
-    """Acceptance of position i given that all before it were accepted: accepted_i / accepted_{i-1}, and / drafts for the
-    first."""
-    before = [drafts, *accepted_per_position[:-1]]
-    return [count / whole if whole else 0.0 for count, whole in zip(accepted_per_position, before, strict=True)]
 
 
 def bootstrap(rows: Iterable[Sequence[float]], figure: Callable[[Tensor], Tensor], samples: int = 1000) -> tuple[float, float]:

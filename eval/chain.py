@@ -13,6 +13,7 @@ where the target's continuation is known (`tail_ids`), and says how many draft p
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,14 +86,70 @@ def offline(
         tokens = [*answer["prompt_ids"], *answer["response_ids"], *answer.get("tail_ids", [])]
         assert stored == tokens[: len(stored)], answer["id"]
         end = min(start + len(answer["response_ids"]), len(stored))
-        offsets_S1 = torch.tensor([0, len(stored)])
-        batch = Batch(item["token_ids"].long(), item["loss_mask"], offsets_S1, item["taps"], item["last"], item["kv"]).to(device, dtype)
-        drafts_Tk, _ = head.propose(batch, k)
-        accepted = chain(drafts_Tk, tokens, start, end)
-        per_position = [sum(a > i for a in accepted) for i in range(k)]
-        counts.add(end - start, len(accepted), k * len(accepted), per_position)
+        accepted = _walk(counts, head, item, tokens, start, end, k, device, dtype)
         unknown += unjudged(accepted, k, start, len(tokens))
     return {"answers": len(answers), "unjudged_drafts": unknown, **figures(counts)}
+
+
+def _walk(  # noqa: PLR0913
+    counts: Counts, head: DraftHead, item: dict[str, Any], tokens: list[int], start: int, end: int, k: int, device: torch.device,
+    dtype: torch.dtype,
+) -> list[int]:  # fmt: skip
+    """`chain` along one sequence of a store (item: as Sequences.get has it), which is added to the counts."""
+    offsets_S1 = torch.tensor([0, len(item["token_ids"])])
+    batch = Batch(item["token_ids"].long(), item["loss_mask"], offsets_S1, item["taps"], item["last"], item["kv"]).to(device, dtype)
+    drafts_Tk, _ = head.propose(batch, k)
+    accepted = chain(drafts_Tk, tokens, start, end)
+    counts.add(end - start, len(accepted), k * len(accepted), [sum(a > i for a in accepted) for i in range(k)])
+    return accepted
+
+
+def spread(store: Sequences, count: int) -> list[int]:
+    """Numbers of at most so many sequences, evenly over the store: the same ones each time."""
+    return torch.linspace(0, len(store) - 1, min(count, len(store))).long().unique().tolist()
+
+
+def most_drafts(head: DraftHead, k: int) -> int:
+    """The most drafts up to k that the head makes in a pass; up to its depths where no engine serves it."""
+    for fewer in range(k, 0, -1):
+        try:
+            head.serving(fewer)
+        except ValueError:
+            continue
+        return fewer
+    return min(k, head.depths)
+
+
+@torch.no_grad()
+def along_stored(  # noqa: PLR0913
+    head: DraftHead, store: Sequences, chosen: Iterable[int], k: int, max_length: int, device: torch.device, dtype: torch.dtype
+) -> Counts:
+    """Counts along sequences of a store, each cut to max_length, from its first label to its end; a pass that reaches beyond the end counts
+    the drafts there as refused. Draws no random number. ValueError: more drafts than the head makes."""
+    counts = Counts(accepted_per_position=[0] * k)
+    for i in chosen:
+        item, start = store.get(i, head.taps, max_length), int(store.first_labels[i])
+        tokens = item["token_ids"].tolist()
+        if start < len(tokens):
+            _walk(counts, head, item, tokens, start, len(tokens), k, device, dtype)
+    return counts
+
+
+def while_training(
+    cfg: RunConfig, head: DraftHead, heldout: Sequences, rank: int, world: int
+) -> Callable[[torch.device, torch.dtype], Tensor] | None:
+    """What the training loop calls at each look at the held-out store: this rank's share of train.chain_docs sequences, walked with the
+    weights of now. It returns [1 + k] float64: passes that drafted, and those in which each draft was accepted. None: nothing is to be
+    walked, or the head has no `propose`."""
+    if not cfg.train.chain_docs or type(head).propose is DraftHead.propose:
+        return None
+    mine, k = spread(heldout, cfg.train.chain_docs)[rank::world], most_drafts(head, max(cfg.eval.ks))
+
+    def walk(device: torch.device, dtype: torch.dtype) -> Tensor:
+        counts = along_stored(head, heldout, mine, k, cfg.data.max_length, device, dtype)
+        return torch.tensor([counts.drafts, *counts.accepted_per_position], dtype=torch.float64)
+
+    return walk
 
 
 def answer_states(cfg: RunConfig, target_dir: Path, head: DraftHead, answers_path: Path, states_dir: Path) -> Sequences:

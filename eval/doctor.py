@@ -21,8 +21,9 @@ from data.sequences import Sequences
 from data.store import Store
 from data.vocab import count_supervised, coverage
 from eval import chain
+from eval.accept import figures
 from eval.advice import find
-from eval.export import engine_files, read_export, validate_export
+from eval.export import again, engine_files, read_export, validate_export
 from eval.report import history
 from heads.base import DraftHead
 
@@ -44,14 +45,12 @@ SEQUENCES = 20  # of the held-out store that the chain walks
 Measured = dict[str, dict[str, Any]]
 
 
-def walked(head: DraftHead, heldout: Store, k: int) -> Measured:
+def walked(head: DraftHead, heldout: Store, k: int, max_length: int) -> Measured:
     """What the chain accepts along the stored answers. Teacher-forced acceptance is of all tokens alike; a chain stops more often where
     drafts are wrong, so that only chains can be compared with chains."""
-    answers = []
-    for i in torch.linspace(0, len(heldout) - 1, min(SEQUENCES, len(heldout))).long().unique().tolist():
-        ids, start = heldout.get(i, ())["token_ids"].tolist(), int(heldout.first_labels[i])
-        answers.append({"id": heldout.ids[i], "prompt_ids": ids[:start], "response_ids": ids[start:]})
-    return {WALKED: _counted(chain.offline(head, heldout, answers, k, torch.device("cpu"), torch.float32), "float32")}
+    chosen, drafts = chain.spread(heldout, SEQUENCES), chain.most_drafts(head, k)
+    counts = chain.along_stored(head, heldout, chosen, drafts, max_length, torch.device("cpu"), torch.float32)
+    return {WALKED: _counted(figures(counts), "float32")}
 
 
 def measurements(run_dir: Path) -> Measured:
@@ -96,7 +95,7 @@ def export_faults(head: DraftHead, folder: Path) -> list[Fault]:
     differ = sorted(key for key in stored.keys() | should.keys() if stored.get(key) != should.get(key))
     faults = []
     for key in differ:
-        text = f"{folder}/config.json: {key} is {stored.get(key)}, the head has {should.get(key)}: export again"
+        text = f"{folder}/config.json: {key} is {stored.get(key)}, the head has {should.get(key)}: {again()}"
         faults.append(Fault(next((cause for cause, keys in CAUSES.items() if key in keys), "export"), text))
     with safe_open(folder / "model.safetensors", "pt") as f:
         held = set(f.keys())
@@ -104,7 +103,7 @@ def export_faults(head: DraftHead, folder: Path) -> list[Fault]:
             # as bytes, for torch cannot compare 8-bit floats
             same = name in held and torch.equal(f.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8))
             if not same:
-                faults.append(Fault("weights", f"{name} of the export is not the checkpoint's: export again"))
+                faults.append(Fault("weights", f"{name} of the export is not the checkpoint's: {again()}"))
     return faults
 
 
@@ -140,9 +139,14 @@ def gap_faults(found: Measured, others: list[Fault]) -> list[Fault]:
     if offline and engine and abs(offline["length"] / engine["length"] - 1) > APART and not others:
         text = f"offline {offline['length']:.3f} and engine {engine['length']:.3f} differ"
         if "scheme" in engine:
-            faults.append(Fault("quantization", f"{text}: the export has {engine['scheme']} weights; another scheme, or none, costs less"))
+            none = command("export", "export.quantization=null")
+            faults.append(
+                Fault("quantization", f"{text}: the export has {engine['scheme']} weights; without them: `{none}`, then evaluate")
+            )
         elif engine["dtype"] != "float32":
-            faults.append(Fault("dtype", f"{text}: measure with eval.dtype=float32; if they meet there, it is rounding"))
+            faults.append(
+                Fault("dtype", f"{text}: measure with `{command('evaluate', 'eval.dtype=float32')}`; if they meet there, it is rounding")
+            )
         else:
             faults.append(Fault("numerics", f"{text} in float32 too: the engine's layer computes something else than the head's"))
     if stored and offline and stored["length"] - offline["length"] > 0.1 * stored["length"]:
@@ -169,7 +173,7 @@ def diagnose(cfg: RunConfig, head: DraftHead, target_dir: Path, count: int) -> t
         looked.append("export")
     found = measurements(run_dir)
     if isinstance(heldout, Store) and not faults:
-        found |= walked(head, heldout, max(cfg.eval.ks))
+        found |= walked(head, heldout, max(cfg.eval.ks), cfg.data.max_length)
     if not faults:
         faults += untrained_faults(found, history(run_dir))
     return found, faults + gap_faults(found, faults), looked

@@ -33,6 +33,10 @@ FORMAT_VERSION = 1
 FILES = {"config.json", "model.safetensors", "draftsmith.json"}
 
 
+def again() -> str:
+    return f"export again with `{command('export')}`"
+
+
 def check_fingerprint(trained_on: str, target_dir: Path) -> None:
     """Refuses (UserError) a target that is not the one whose states the head was trained on."""
     found = targets.fingerprint(target_dir)
@@ -148,12 +152,12 @@ def read_export(folder: Path) -> dict[str, Any]:
     path = folder / "draftsmith.json"
     if not path.is_file():
         raise UserError(f"{folder}: no export of ours here (no draftsmith.json); make one with `{command('export')}`")
-    about = read_object(path, "export again")
+    about = read_object(path, again())
     if about.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{path}: format_version {about.get('format_version')}, this program reads {FORMAT_VERSION}: export again")
+        raise UserError(f"{path}: format_version {about.get('format_version')}, this program reads {FORMAT_VERSION}: {again()}")
     for key, inner in (("serving", "method"), ("provenance", "checkpoint"), ("head", "_target_")):
         if not isinstance(about.get(key), dict) or inner not in about[key]:
-            raise UserError(f"{path}: no {key}.{inner}: export again")
+            raise UserError(f"{path}: no {key}.{inner}: {again()}")
     return about
 
 
@@ -163,7 +167,7 @@ def validate_export(folder: Path, target: TargetSpec) -> None:
     Checks files, config keys that the engine would otherwise guess, the name, shape, dtype and finiteness of every tensor,
     and the draft-vocabulary map. Methods and architectures known: see eval/layouts.py."""
     about = read_export(folder)
-    config = read_object(folder / "config.json", "export again")
+    config = read_object(folder / "config.json", again())
     method, architecture = about["serving"]["method"], (config.get("architectures") or ["none"])[0]
     if (method, architecture) not in LAYOUTS:
         known = ", ".join(f"{a} ({m})" for m, a in LAYOUTS)
@@ -178,7 +182,7 @@ def validate_export(folder: Path, target: TargetSpec) -> None:
     try:
         faults = _check_tensors(folder / "model.safetensors", config, method)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder}/model.safetensors: unreadable ({error}): export again") from error
+        raise UserError(f"{folder}/model.safetensors: unreadable ({error}): {again()}") from error
     if faults:
         raise UserError(f"{folder}: not a sound export: {'; '.join(faults)}")
 

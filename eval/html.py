@@ -166,7 +166,21 @@ def _training(history: list[dict[str, Any]]) -> str:
             if record["kind"] == "val" and value is not None:
                 accept.setdefault(f"draft {k + 1}", []).append((record["step"], value))
     drawn = [("Loss (sum over depths, weighted)", loss, None), ("Held-out acceptance by position, teacher-forced", accept, 1.0)]
+    drawn += _chain_curves([record for record in history if "chain_acceptance_length" in record])
     return charts([(title, _curves(series, most)) for title, series, most in drawn if any(series.values())])
+
+
+def _chain_curves(history: list[dict[str, Any]]) -> list[tuple[str, dict[str, list[tuple[float, float]]], float | None]]:
+    """history: lines with a chain's figures. A run that went on with another eval.k has others of them."""
+    if not history:
+        return []
+    named = {"teacher-forced": "acceptance_length", "chain": "chain_acceptance_length"}
+    lengths = {name: [(r["step"], r[key]) for r in history if key in r] for name, key in named.items()}
+    length = {f"{name}, last {points[-1][1]:.2f}": points for name, points in lengths.items() if points}
+    accept, rates = {}, [(r["step"], r["chain_acceptance_per_position"]) for r in history]
+    for i, last in enumerate(rates[-1][1]):
+        accept[f"draft {i + 1}, last {last:.2f}"] = [(step, rate[i]) for step, rate in rates if i < len(rate)]
+    return [("Held-out acceptance by position, offline chain", accept, 1.0), ("Held-out acceptance length", length, None)]
 
 
 def _curves(series: dict[str, list[tuple[float, float]]], most: float | None) -> str:

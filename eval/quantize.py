@@ -21,6 +21,7 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
+from data.commands import command
 from data.errors import UserError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -65,12 +66,12 @@ def check_device(scheme: str, dtype: str, on_gpu: bool, cpu: Mapping[str, Any]) 
     if not here:
         raise UserError(
             f"this export holds {scheme} weights, with which vLLM cannot compute on this CPU: evaluate on {where}, or export again with "
-            "another export.quantization"
+            f"another export.quantization: `{command('export', 'export.quantization=null')}`"
         )
     if scheme == "int4" and dtype == "float32":
         raise UserError(
             "this export holds int4 weights, which vLLM multiplies with bfloat16 alone on a CPU, and the engine runs in float32: set "
-            "eval.dtype=bfloat16, or export again with export.quantization=int8"
+            "eval.dtype=bfloat16, or export again: `" + command("export", "export.quantization=int8") + "`"
         )
 
 

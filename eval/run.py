@@ -28,8 +28,8 @@ REPORT_VERSION = 2  # a report of another is measured anew
 LoadHead = Callable[[Path], dict[str, torch.Tensor]]  # the state_dict of a checkpoint folder
 
 
-def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> None:
-    """Measures the export of cfg.run_dir on the held-out prompts, or shows the report that is there with the same settings."""
+def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> dict[str, Any]:
+    """Measures the export of cfg.run_dir on the held-out prompts, or shows the report that is there with the same settings. Returns it."""
     run_dir = Path(cfg.run_dir)
     export_dir = run_dir / "export" / "vllm"
     export = read_export(export_dir) if "head" in cfg.eval.methods else None
@@ -49,10 +49,12 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
     settings["folders"] = stamps(cfg.eval.methods, cfg.eval.draft_model)
     folder = run_dir / cfg.eval.folder
     if earlier := finished(folder, settings):
-        return show(earlier, folder)
+        show(earlier, folder)
+        return earlier
     with alone(folder, "run_dir"):
         report = _measure(cfg, target_dir, export_dir, prompts, load_head)
         write(report | {"settings": settings}, folder)
+    return report
 
 
 def _measure(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> dict[str, Any]:

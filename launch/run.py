@@ -1,4 +1,4 @@
-"""python launch/run.py conf=<name> [overrides]: every stage of a run in order. Each skips what it has done, so a second call goes on."""
+"""python launch/run.py conf=<name> [plan=false]: every stage of a run in order. Each skips what it has done, so a second call goes on."""
 
 import os
 import shlex
@@ -14,12 +14,13 @@ import torch
 
 from train import inputs, plan_table
 from train.config import ROOT, RunConfig, main
+from train.words import take
 
 
 def run(cfg: RunConfig) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     gpus = max(torch.cuda.device_count(), 1)
-    plan_table.show(plan_table.made(cfg, gpus))
+    plan_table.show(plan_table.made(cfg, gpus) if shown else [])
     whole = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_ARRAY_")}  # its tasks may run a conf each
     for stage in inputs.stages(cfg):  # each its own process, so that its memory is given back
         starter = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split() if stage == "train" and gpus > 1 else []
@@ -35,4 +36,5 @@ def run(cfg: RunConfig) -> None:
 
 
 if __name__ == "__main__":
+    shown = take("plan").get("plan") != "false"
     main(run)

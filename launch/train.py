@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.lock import alone
 from data.target import resolve
+from eval.chain import while_training
 from train import dist, inputs, plan_table, setup
 from train.config import ROOT, RunConfig, main
 from train.engine import Engine
@@ -30,7 +31,8 @@ def run(cfg: RunConfig) -> None:
     setup.equip(cfg, head, target_dir, store)
     plan_table.show(found)  # only now: above a refusal it would hide it
     with alone(Path(cfg.run_dir), "name or run_dir") if dist.rank() == 0 else nullcontext():
-        fit(cfg, Engine(head, cfg), setup.open_batches(cfg, head, store), setup.open_batches(cfg, head, heldout))
+        walk = while_training(cfg, head, heldout, dist.rank(), dist.world())
+        fit(cfg, Engine(head, cfg), setup.open_batches(cfg, head, store), setup.open_batches(cfg, head, heldout), walk)
     dist.stop()
 
 

@@ -22,6 +22,7 @@ from data.part import WHOLE, Part
 from data.store import StoreWriter
 from data.target import spec
 from data.window import Sizes, Window, WindowWriter
+from eval.chain import while_training
 from heads import build
 from train import checkpoint, dist, inputs, plan, setup
 from train.config import RunConfig, load
@@ -122,7 +123,8 @@ def train(cfg: RunConfig, target: Path, stop_before: int | None = None, pause: f
 
     batches.step = step
     try:
-        fit(cfg, Engine(head, cfg), batches, setup.open_batches(cfg, head, heldout))
+        walk = while_training(cfg, head, heldout, dist.rank(), dist.world())
+        fit(cfg, Engine(head, cfg), batches, setup.open_batches(cfg, head, heldout), walk)
     finally:
         for lock in held:  # as the end of the process would
             lock.close()

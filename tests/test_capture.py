@@ -120,3 +120,23 @@ def test_answers_of_which_nothing_is_left_are_an_error(target, tmp_path):
     with pytest.raises(UserError, match=r"no answer with a token within data\.max_length=3"):
         take(target, tmp_path / "store", answers(), max_length=3)
     assert not (tmp_path / "store").exists()
+
+
+def test_slices_that_are_lost_as_a_whole_are_named(target, tmp_path, capsys):
+    """b by its states, c for want of a response token within the limit; of a an answer is left."""
+    rows = answers()
+    for row, category in zip(rows, ("a", "b", "c", "a"), strict=True):
+        row["meta"] = {"category": category}
+    folder = stored(tmp_path / "store")
+    take(target, folder, rows)
+    assert "no answer at all of c (1): " in capsys.readouterr().out
+    with StoreWriter(tmp_path / "spoilt", MANIFEST) as writer:
+        for a in rows[:2] + rows[3:]:
+            ids = torch.tensor(a["prompt_ids"] + a["response_ids"])[:LONGEST]
+            states = torch.full((len(ids), 2, SIZE), float("nan" if a["id"] in ("long#0", "other#0") else "1"))
+            writer.add(a["id"], ids, torch.arange(len(ids)) >= len(a["prompt_ids"]), states)
+    take(target, tmp_path / "spoilt", rows)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "no answer at all" in line]
+    assert "of b (1), c (1): " in line and str(tmp_path / "spoilt" / "quarantine.jsonl") in line
+    take(target, folder, [row for row in rows if row["meta"]["category"] != "c"])
+    assert "no answer at all" not in capsys.readouterr().out

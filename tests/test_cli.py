@@ -61,6 +61,12 @@ def test_every_script_refuses_a_mistake_in_one_line(stage, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("word", ["plan=true", "plan=false"])
+def test_all_stages_do_without_the_plan_as_training_does(word, tmp_path):
+    status, out, err, _ = run([sys.executable, ROOT / "launch" / "run.py", "conf=tiny_mtp", "dry_run=true", word], tmp_path)
+    assert (status, "plan of tiny_mtp" in out) == (0, word == "plan=true"), err
+
+
 def test_help_lists_confs_and_groups(tmp_path):
     status, out, _, _ = run([sys.executable, ROOT / "launch" / "train.py", "--help"], tmp_path)
     assert status == 0 and all(word in out for word in ("conf=<name>", "tiny_mtp", "eagle3", "stage2"))

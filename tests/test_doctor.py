@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data.builtin import build_tiny
 from data.check import Reference
+from data.commands import GIVEN, command, remember
 from data.identity import identity
 from data.store import Store, StoreWriter
 from data.target import frozen, spec
@@ -271,3 +272,23 @@ def test_capture_checks_what_it_has_written(made):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "against transformers: tap 0 0.0000" in done.stdout and "the store holds what it says" in done.stdout
+
+
+def test_what_it_advises_can_be_pasted_with_what_was_given(made, monkeypatch):
+    folder, cfg, target = made
+    given = ["conf=tiny_eagle3", f"run_dir={folder}/run", "head.depths=3"]
+    monkeypatch.setenv(GIVEN, "")  # put back afterwards
+    remember(given)
+    undo = edited(folder / "run/export/vllm/config.json", lambda c: c | {"rope_theta": 500.0})
+    state = load_file(folder / "run/step-000001/head.safetensors")
+    head = trained_head(cfg.head, target, state, torch.float32, "cpu")
+    try:
+        [fault] = [fault for fault in doctor.diagnose(cfg, head, target, 1)[1] if fault.cause == "rope"]
+    finally:
+        undo()
+    assert f"export again with `{command('export')}`" in fault.text and all(word in fault.text for word in ("launch/export.py", *given))
+    row = {"length": 2.0, "positions": [0.5], "dtype": "bfloat16"}
+    [fault] = doctor.gap_faults({"offline chain": row, "engine": row | {"length": 1.5}}, [])
+    assert all(word in fault.text for word in ("launch/evaluate.py", *given, "eval.dtype=float32`"))
+    [fault] = doctor.gap_faults({"offline chain": row, "engine": row | {"length": 1.5, "scheme": "int4"}}, [])
+    assert all(word in fault.text for word in ("launch/export.py", *given, "export.quantization=null`"))

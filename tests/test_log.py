@@ -67,6 +67,6 @@ def test_wandb_stays_offline_in_the_run_folder_and_keeps_its_id(tmp_path: Path, 
             log.write("val", first + 1, {"loss": 1.0, "loss_k": [1.0]})
     name = (tmp_path / "run/wandb_id.txt").read_text().strip()
     runs = list((tmp_path / "run/wandb").glob("offline-run-*"))
-    assert runs and all(run.name.endswith(name) for run in runs), "a resumed run goes on under the same id"
+    assert runs and all(f"-{name}" in run.name for run in runs), "a resumed run goes on under the same id"
     assert list(elsewhere.iterdir()) == []
     assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [1, 2]

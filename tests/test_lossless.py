@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.accept import block_verify, draw, greedy_accepted, rejection_sample, scatter_draft_vocab, tree_accepted
+from eval.accept import block_verify, draw, greedy_accepted, rejection_sample, tree_accepted
 
 SEEDS, PASSES, V, K = 1000, 300, 3, 2
 N = K + 1
@@ -101,7 +101,8 @@ def one_hot(lm: Model) -> Model:
 
 def reduced(lm: Model) -> Model:
     """A head that drafts two of the three tokens."""
-    return [scatter_draft_vocab(p[:, [0, 2]] / p[:, [0, 2]].sum(-1, keepdim=True), torch.tensor([0, 2]), V) for p in lm]
+    drafted_V = torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.tensor([0, 2]), True)
+    return [p * drafted_V / p[:, drafted_V].sum(-1, keepdim=True) for p in lm]
 
 
 def of_chain(drafts_Bk: Tensor, q_BkV: Tensor, p_BnV: Tensor, uniform_Bn: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from data.online import Answers
 from data.store import Store
 from data.target import spec, spec_from_config
 from heads import build
+from tests.toy import read_metrics
 from train import checkpoint, dist, inputs, plan, setup
 from train.config import load
 
@@ -97,6 +98,9 @@ def test_two_ranks_give_the_head_of_one(target, made, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     two = checkpoint.load_head(tmp_path / "two" / "step-000006")
     assert all(torch.allclose(one[key], two[key], rtol=1e-4, atol=1e-6) for key in one)
+    looks = [read_metrics(tmp_path / name, "val")[-1] for name in ("one", "two")]
+    chains = [{key: value for key, value in look.items() if key.startswith("chain_")} for look in looks]
+    assert chains[0] and chains[0] == chains[1], "each rank walks its share"
 
 
 def test_what_is_missing_wrong_or_unfinished_is_named(target, made, tmp_path):

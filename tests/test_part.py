@@ -14,17 +14,18 @@ from typing import Any
 import live
 import pytest
 import torch
-from conftest import refused
+from conftest import refused, store_manifest
 from live import LONGEST, config
 
 import data.capture
 import data.engine
 from data.answers import Request, collect, read_answers
 from data.engine_job import TORCHRUN, _environment
+from data.gather import finish_part
 from data.identity import unfinished
 from data.lock import alone
 from data.part import WHOLE, Part
-from data.store import Store
+from data.store import Store, StoreWriter
 from train.config import ROOT, TargetConfig
 
 WHOLE_RUNS = [[Part(0, 2), Part(1, 2)], [Part(1, 2), Part(0, 2)], [Part(2, 3), Part(0, 3), Part(1, 3)]]
@@ -310,6 +311,17 @@ def test_what_a_part_is_still_writing_stays(tmp_path):
         collect(request(tmp_path, Part(0, 2), n=7, samples=1), slow)
     collect(request(tmp_path, WHOLE, n=7, samples=1), answer_some)
     assert len(read_answers(tmp_path / "train.jsonl")[0]) == 6
+
+
+def test_a_part_with_nothing_of_its_own_leaves_no_folder(tmp_path):
+    about = store_manifest((), 4)
+    for number in (0, 1):
+        with StoreWriter(tmp_path / Part(number, 2).name, about | {"last": "none"}) as writer:
+            if number == 0:
+                writer.add("a", torch.arange(3), torch.arange(3) > 0)
+    for number in (0, 1):
+        assert finish_part(tmp_path, Part(number, 2).name, about | {"last": "none"}, {"a"}) == {"a"}
+    assert [path.name for path in tmp_path.glob("part-*")] == ["part-0-of-2"] and Store(tmp_path).ids == ["a"]
 
 
 # --- with the engine

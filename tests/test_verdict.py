@@ -184,3 +184,22 @@ def test_a_container_has_the_memory_that_it_may_use(monkeypatch, tmp_path):
     assert devices.this_cpu().memory == whole.memory
     devices.CGROUP.write_text("1000000000\n")
     assert devices.this_cpu().memory == 1e9
+
+
+def test_a_shared_store_is_as_wide_as_it_is(tmp_path):
+    """A capture goes on with the taps that the store holds, more than this head reads."""
+    for split in inputs.SPLITS:
+        answers(tmp_path / "responses", split, [(10, 20)] * 24)
+    cfg = load(["conf=tiny_eagle3", "head.taps=[1]", f"data.responses={tmp_path}/responses", f"data.store={tmp_path}/store"])
+
+    def size():
+        number, unit = re.search(r"disk: ([\d.,]+) ([kM])B of states", judged(cfg, 1, CPU)[0]["disk"]).groups()
+        return float(number.replace(",", "")) * {"k": 1e3, "M": 1e6}[unit]
+
+    alone, path = size(), tmp_path / "store" / "train" / "manifest.json"
+    write_store(path.parent, [9], taps=(0, 1, 2))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"closed": False}))  # a capture that was stopped
+    wide = size()
+    assert wide > 1.3 * alone
+    path.write_text("{oops")
+    assert size() < wide, "a broken manifest is taken for none"

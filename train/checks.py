@@ -22,6 +22,9 @@ AT_LEAST_1 = """train.steps train.accum train.sequence_parallel train.micro_toke
     train.log_every data.max_length data.loop_ngram data.batch_size data.sampling.max_tokens data.sampling.samples
     eval.max_tokens log.every_console target.max_model_len target.tensor_parallel""".split()
 
+NOT_NEGATIVE = """data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed
+    train.chain_docs""".split()
+
 
 def check(run: RunConfig, root: Path) -> None:
     """What types alone do not say. Raises UserError naming the key, its value and what is allowed.
@@ -45,7 +48,7 @@ def check(run: RunConfig, root: Path) -> None:
         need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
     need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")
     need("data.server", lambda v: v is None or v.startswith(("http://", "https://")), "an address, as http://host:8000/v1, or null")
-    for key in "data.min_prompt_chars optim.eps optim.weight_decay data.sampling.temperature data.sampling.top_k train.seed".split():
+    for key in NOT_NEGATIVE:
         need(key, lambda v: 0 <= v < math.inf, "0 or more")
     most = run.data.max_store_gb if run.data.states == "store" else 0
     allowed = f"null or a number of gigabytes up to data.max_store_gb={most:g}" if most else "null with data.states=online"

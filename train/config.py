@@ -98,6 +98,7 @@ class TrainConfig:
     seed: int = 0  # of the order of the data and of the first weights
     dtype: str = "bfloat16"  # or float32, or auto
     val_every: int = 200  # steps between two looks at the held-out loss
+    chain_docs: int = 16  # held-out answers that each of these looks also walks as an engine does, which gives acceptance; 0: none
     save_every: int = 500  # steps between two checkpoints
     keep: int = 2  # checkpoints; older ones are deleted
     log_every: int = 10  # steps that a line of metrics.jsonl is a mean over

@@ -25,6 +25,8 @@ from heads.base import LossOut
 from train import dist
 from train.config import RunConfig
 
+ID_FILE = "wandb_id.txt"  # in the run folder: names its W&B run
+
 Means = dict[str, list[float | None]]
 
 
@@ -67,6 +69,15 @@ def summary(means: Means, weights: tuple[float, ...]) -> dict[str, Any]:
     return record
 
 
+def chain_summary(counts: Tensor) -> dict[str, Any]:
+    """counts [1 + k]: passes that drafted, and those in which draft i was accepted. Empty where there was no pass."""
+    passes, *accepted = counts.tolist()
+    if not passes:
+        return {}
+    rates = {"chain_acceptance_length": 1 + sum(accepted) / passes, "chain_acceptance_per_position": [a / passes for a in accepted]}
+    return rates | {"chain_passes": int(passes)}
+
+
 class Clock:
     """Speed since the last reading: tokens are counted per rank and pooled."""
 
@@ -104,7 +115,7 @@ class Log:
         path = run_dir / "metrics.jsonl"
         cut_metrics(path, first_step)
         self.file = path.open("a", encoding="utf-8")
-        self.wandb = _wandb(cfg, run_dir) if cfg.log.wandb else None
+        self.wandb = _wandb(cfg, run_dir, asdict(cfg)) if cfg.log.wandb else None
         self.every, self.lines, self.steps = cfg.log.every_console, 0, cfg.train.steps
         self.console = Console()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -162,6 +173,9 @@ def console_line(kind: str, step: int, steps: int, record: dict[str, Any]) -> st
             parts.append(f"{name[:-2]} " + " ".join("-" if mean is None else f"{mean:.3f}" for mean in record[name]))
     if "acceptance_length" in record:
         parts.append(f"acceptance length {record['acceptance_length']:.3f}")
+    if "chain_acceptance_length" in record:
+        rates = " ".join(f"{rate:.3f}" for rate in record["chain_acceptance_per_position"])
+        parts.append(f"chain {record['chain_acceptance_length']:.3f} ({rates})")
     if kind == "train":
         minutes, seconds = divmod(round(record["seconds_left"]), 60)
         parts += [f"lr {record['lr']:.2e}", f"grad {record['grad_norm']:.3g}", f"{record['tokens_per_second']:,.0f} tok/s"]
@@ -183,11 +197,34 @@ def cut_metrics(path: Path, step: int) -> None:
     replace_text(path, "".join(kept))
 
 
-def _wandb(cfg: RunConfig, run_dir: Path) -> Any:
-    """The run's W&B run, the same one after a resume. Without WANDB_API_KEY it is kept in run_dir/wandb for `wandb sync`."""
+def send_report(cfg: RunConfig, points: dict[str, float], tables: dict[str, tuple[list[str], list[list[Any]]]], page: Path) -> bool:
+    """Adds an evaluation to the W&B run of the training: numbers to its summary, tables (columns, rows) and the page beside its curves.
+    Once for each writing of `page`. False: not asked for, the training had no W&B, or all of it is there. UserError: W&B refuses."""
+    run_dir, sent = Path(cfg.run_dir), page.with_name("wandb_sent.txt")
+    if not (cfg.log.wandb and (run_dir / ID_FILE).is_file()):
+        return False
+    if sent.is_file() and sent.stat().st_mtime_ns >= page.stat().st_mtime_ns:
+        return False
     import wandb
 
-    id_file = run_dir / "wandb_id.txt"
+    run = _wandb(cfg, run_dir)
+    drawn = {name: wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+    shown = {**points, **drawn, f"{page.parent.name}/report": wandb.Html(page, inject=False)}
+    run.log(shown, step=max(run.step, cfg.train.steps + 1))  # W&B drops what is said of a step that is past
+    run.summary.update(points)
+    where = Path(run.dir).parent if run.offline else run.url
+    run.finish()
+    replace_text(sent, f"{where}\n")
+    print(f"W&B: {where} has the figures, the tables and {page.name}", flush=True)
+    return True
+
+
+def _wandb(cfg: RunConfig, run_dir: Path, config: dict[str, Any] | None = None) -> Any:
+    """The run's W&B run, the same one after a resume. Without WANDB_API_KEY it is kept in run_dir/wandb for `wandb sync`.
+    config: what it is to say of itself."""
+    import wandb
+
+    id_file = run_dir / ID_FILE
     if not id_file.is_file():
         replace_text(id_file, secrets.token_hex(4) + "\n")
     online = "WANDB_API_KEY" in os.environ
@@ -199,7 +236,7 @@ def _wandb(cfg: RunConfig, run_dir: Path) -> Any:
             resume="allow" if online else None,
             mode="online" if online else "offline",
             dir=str(run_dir),
-            config=asdict(cfg),
+            config=config,
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:  # a wrong key, or no network

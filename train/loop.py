@@ -6,11 +6,13 @@ Shape suffixes: K depths.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.batch import Batches
 from data.commands import command
@@ -19,12 +21,16 @@ from heads.base import Batch, DraftHead
 from train import checkpoint, dist
 from train.config import RunConfig
 from train.engine import Engine
-from train.log import Clock, Log, Meter, summary
+from train.log import Clock, Log, Meter, chain_summary, summary
 from train.optim import lr_at
 
+# What an offline chain counts on this rank with the weights of now, on (device, dtype): [1 + k], as train.log.chain_summary reads it.
+Walk = Callable[[torch.device, torch.dtype], Tensor]
 
-def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> dict[str, Any]:
-    """Trains from the latest checkpoint in cfg.run_dir, or from the start, to cfg.train.steps. Returns the last held-out record.
+
+def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches, walk: Walk | None = None) -> dict[str, Any]:
+    """Trains from the latest checkpoint in cfg.run_dir, or from the start, to cfg.train.steps. Returns the last held-out record. walk: on
+    every rank, or on none.
 
     Raises UserError where the loss or its gradient is not finite, before that step changes anything.
     """
@@ -50,7 +56,7 @@ def fit(cfg: RunConfig, engine: Engine, batches: Batches, heldout: Batches) -> d
                 record |= {"lr": lr_at(step, every.steps, cfg.optim), "grad_norm": float(engine.grad_norm)}
                 log.write("train", done, record | clock.read(done, batches.waited))
             if done % every.val_every == 0 or done == every.steps:
-                last_val = validate(cfg, engine, heldout, like=micros[0])
+                last_val = validate(cfg, engine, heldout, walk, like=micros[0])
                 log.write("val", done, last_val)
             if done % every.save_every == 0 or done == every.steps:
                 log.say(f"saved {checkpoint.save(run_dir, done, engine, cfg, data)}")
@@ -98,8 +104,8 @@ def seed_of(seed: int, step: int, micro: int) -> None:
 
 
 @torch.no_grad()
-def validate(cfg: RunConfig, engine: Engine, heldout: Batches, like: Batch) -> dict[str, Any]:
-    """The held-out store through the head once: pooled loss, `hit` and `accept` per depth, acceptance length.
+def validate(cfg: RunConfig, engine: Engine, heldout: Batches, walk: Walk | None, like: Batch) -> dict[str, Any]:
+    """The held-out store through the head once: pooled loss, `hit` and `accept` per depth, acceptance length; and what the chain accepts.
 
     `like`: any batch; it tells a rank that has no held-out batch which sums the others bring.
     """
@@ -109,4 +115,6 @@ def validate(cfg: RunConfig, engine: Engine, heldout: Batches, like: Batch) -> d
         for batch in heldout.validation():
             meter.add(engine.head.loss(batch.to(engine.device, engine.dtype)))
         empty = None if meter.pairs else engine.head.loss(like.to(engine.device, engine.dtype))
-    return summary(meter.means(empty), engine.head.depth_weights)
+        walked = walk(engine.device, engine.dtype) if walk else None
+    record = summary(meter.means(empty), engine.head.depth_weights)
+    return record if walked is None else record | chain_summary(dist.all_sum(walked))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.files import bytes_text
-from data.manifest import free_bytes, stored_bytes
+from data.manifest import as_stored, free_bytes, plan_bytes, stored_bytes
 from heads.base import DraftHead, TargetSpec
 from train.config import RunConfig
 from train.devices import GPUS, Device
@@ -108,8 +108,8 @@ def _disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> Jud
     store, run_dir, cap = Path(cfg.data.store), Path(cfg.run_dir), cfg.data.max_store_gb * 1e9
     if found.store_bytes is None:
         return UNSURE, "disk: unknown, for nothing bounds the prompts: set data.limit and data.heldout_limit"
-    there = stored_bytes(store)
-    need = max(0, found.store_bytes - there)
+    there, whole = stored_bytes(store), found.store_bytes + _wider(cfg, spec, head, found)
+    need = max(0, whole - there)
     saved = (cfg.train.keep + 1) * found.head_parameters * (16 + ITEMSIZE[cfg.train.dtype])  # weights, masters, two moments, export's copy
     free, free_run = free_bytes(store), free_bytes(run_dir)
     beside = saved if free == free_run else 0  # one disk for both
@@ -118,15 +118,31 @@ def _disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> Jud
     text += f"{bytes_text(saved)} of checkpoints to {run_dir}{'' if beside else f', where {bytes_text(free_run)} are free'}"
     if saved > free_run:
         return NOT, f"{text}. Set run_dir to another disk, or lower train.keep={cfg.train.keep}"
-    if found.store_bytes <= cap and need + beside <= free:
+    if whole <= cap and need + beside <= free:
         return FITS, text
     room = min(cap, free + there - beside)
-    why = f"over data.max_store_gb={cfg.data.max_store_gb:g}" if found.store_bytes > cap else "more than is free"
+    why = f"over data.max_store_gb={cfg.data.max_store_gb:g}" if whole > cap else "more than is free"
     text = f"{text}: {why}. {_less_disk(cfg, spec, head, found, room)}"
     if at_most:
         text += ". Answers are shorter than that as a rule; the capture counts them, and refuses what is too much before it starts"
         return UNSURE, text
     return NOT, text
+
+
+def _wider(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> int:
+    """Bytes by which a store is larger than the head needs it, because it holds more taps or `last` already, with which its capture goes
+    on. What is wrong with a broken one is for the capture to say."""
+    if cfg.data.states == "online":
+        return 0
+    more, asked = 0, {"taps": sorted(set(head.taps)), "last": head.needs_last}
+    for split, tokens in zip(SPLITS, (found.tokens, found.heldout), strict=True):
+        if split in cfg.data.whole_splits and tokens is not None:
+            with suppress(UserError):
+                about = as_stored(Path(cfg.data.store) / split, asked)
+                sizes = [(len(each["taps"]), spec.hidden_size, each["last"], cfg.data.states_dtype) for each in (about, asked)]
+                stored, needed = (plan_bytes(tokens.total, tokens.supervised, *size) for size in sizes)
+                more += stored - needed
+    return more
 
 
 def _less_disk(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan, room: float) -> str:
