@@ -73,13 +73,14 @@ def _unwrapped(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(response: Any) -> dict[str, Any] | None:
-    """The first choice's message of a chat completion, perhaps within `body`; None where there is none, as of a request that failed."""
+    """The first choice's message of a chat completion, perhaps within `body`; None where it says nothing, as of a request that failed."""
     body = response.get("body", response) if isinstance(response, dict) else {}
     choices = body.get("choices") if isinstance(body, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, dict) else None
     kept = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
-    return {key: message[key] for key in kept if key in message} if isinstance(message, dict) else None
+    said = isinstance(message, dict) and (message.get("content") or message.get("tool_calls"))
+    return {key: message[key] for key in kept if key in message} if said else None
 
 
 def asked(record: ChatRecord) -> list[dict[str, Any]]:

@@ -48,8 +48,7 @@ def latency(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord]) -> None
         report = finished(path, settings)
         if report is None or len(report["methods"]) < len(cells) * len(cfg.eval.concurrencies):
             report = _measure(cfg, target_dir, prompts, path, report or {"settings": settings})
-        if (folder / "report.json").is_file():
-            draw(folder)
+        draw(folder)
     show(report, path)
 
 
@@ -143,10 +142,10 @@ def figures(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """One row a method, k and concurrency; times as median and p99."""
-    title = f"{report['name']}: {report['prompts']['count']} prompts through vLLM's server, ms: median, p99"
+    """One row a method, k and concurrency; times as median and p99. At most 80 columns wide for times below ten seconds."""
+    title = f"{report['name']}: {report['prompts']['count']} prompts through vLLM's server (times in ms: median, p99)"
     drawn = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("", "in\nflight", "k", "accept\nlength", "requests\n/s", "tokens\n/s", "speed", "TTFT", "TPOT", "ITL"):
+    for column in ("", "in\nflight", "k", "accept\nlength", "req\n/s", "tok\n/s", "speed", "TTFT", "TPOT", "ITL"):
         drawn.add_column(column, justify="right" if column else "left", no_wrap=True)
     last, plain = None, {m["concurrency"]: m["tokens_per_second"] for m in report["methods"] if m["method"] == "none"}
     for m in sorted(report["methods"], key=lambda m: m["concurrency"]):
@@ -154,9 +153,14 @@ def table(report: dict[str, Any]) -> Table:
             drawn.add_section()
         last = m["concurrency"]
         row = [label(m["method"]), str(last), str(m["k"] or "-"), f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
-        row += [f"{m['requests_per_second']:.2f}", f"{m['tokens_per_second']:.1f}", f"{m['tokens_per_second'] / plain[last]:.2f}x"]
-        drawn.add_row(*row, *(f"{m[name]['median']:.1f} {m[name]['p99']:.1f}" for name in ("ttft_ms", "tpot_ms", "itl_ms")))
+        row += [_short(m["requests_per_second"]), _short(m["tokens_per_second"]), f"{m['tokens_per_second'] / plain[last]:.2f}x"]
+        drawn.add_row(*row, *(f"{_short(m[name]['median'])} {_short(m[name]['p99'])}" for name in ("ttft_ms", "tpot_ms", "itl_ms")))
     return drawn
+
+
+def _short(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def show(report: dict[str, Any], path: Path) -> None:

@@ -75,15 +75,18 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
+def read_report(path: Path) -> dict[str, Any] | None:
+    """The report in a file; None where there is none, or one that was cut short or edited, to be measured again."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError:
+        return None
+
+
 def finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The report that an earlier measurement with exactly these settings left in a file, or None."""
-    if not path.is_file():
-        return None
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # cut short or edited: to be measured again
-        return None
-    return report if report.get("settings") == json.loads(json.dumps(settings)) else None
+    report = read_report(path)
+    return report if report and report.get("settings") == json.loads(json.dumps(settings)) else None
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -131,11 +134,11 @@ def write(report: dict[str, Any], folder: Path) -> None:
 
 
 def draw(folder: Path) -> None:
-    """Writes report.html of the report.json in `folder`, with what latency.json says of the same head and target."""
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    """Writes report.html of the report.json in `folder`, if there is one, with what latency.json says of the same head and target."""
+    report, latency = read_report(folder / "report.json"), read_report(folder / "latency.json")
+    if report is None:
+        return
     texts = {"advice": advice(report), "comparison": comparison(report)}
-    path = folder / "latency.json"
-    latency = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     if latency and any(latency["settings"][key] != report.get("settings", {}).get(key) for key in ("fingerprint", "export", "folders")):
         latency = None
     replace_text(folder / "report.html", page(report, texts, history(folder.parent), latency))

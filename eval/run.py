@@ -18,7 +18,7 @@ from data.target import fingerprint
 from eval.chain import offline_report
 from eval.export import read_export, trained_head
 from eval.methods import stamps
-from eval.report import finished, show, write
+from eval.report import finished, read_report, show, write
 from eval.serve import evaluate as evaluate_engine
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
     settings, folder = {"report": REPORT_VERSION, **checked(cfg, target_dir, prompts)}, Path(cfg.run_dir) / cfg.eval_folder
     if earlier := finished(folder / "report.json", settings):
         return show(earlier, folder)
+    if (other := read_report(folder / "report.json")) and other.get("settings", {}).get("prompts") != settings["prompts"]:
+        print(f"evaluate: {folder / 'report.json'} is of other prompts and will be replaced; copy it now if it is wanted", flush=True)
     with alone(folder, "run_dir"):
         report = _measure(cfg, target_dir, prompts, load_head)
         write(report | {"settings": settings}, folder)

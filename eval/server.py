@@ -62,7 +62,12 @@ def bench(words: list[str], port: int, folder: Path) -> dict[str, Any]:
         code = process.wait()
     if code or not result.is_file():
         raise dead("latency, the client", code, log)
-    found = json.loads(result.read_text(encoding="utf-8"))
+    return read_result(result)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What the client saved. UserError: a request failed."""
+    found = json.loads(path.read_text(encoding="utf-8"))
     if found["failed"]:
         error = next((text for text in found["errors"] if text), "").strip()
         raise UserError(f"latency: {found['failed']} requests failed, the first with: {error[-300:]}")
