@@ -143,8 +143,8 @@ def figures(saved: dict[str, Any]) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> Table:
     """One row a method, k and concurrency; times as median and p99. At most 80 columns wide for times below ten seconds."""
-    title = f"{report['name']}: {report['prompts']['count']} prompts through vLLM's server (times in ms: median, p99)"
-    drawn = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    title = f"{report['name']}: {report['prompts']['count']} prompts through vLLM's server, times in ms: median/p99"
+    drawn = Table(title=title, box=SIMPLE, padding=0)
     for column in ("", "in\nflight", "k", "accept\nlength", "req\n/s", "tok\n/s", "speed", "TTFT", "TPOT", "ITL"):
         drawn.add_column(column, justify="right" if column else "left", no_wrap=True)
     last, plain = None, {m["concurrency"]: m["tokens_per_second"] for m in report["methods"] if m["method"] == "none"}
@@ -154,7 +154,7 @@ def table(report: dict[str, Any]) -> Table:
         last = m["concurrency"]
         row = [label(m["method"]), str(last), str(m["k"] or "-"), f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
         row += [_short(m["requests_per_second"]), _short(m["tokens_per_second"]), f"{m['tokens_per_second'] / plain[last]:.2f}x"]
-        drawn.add_row(*row, *(f"{_short(m[name]['median'])} {_short(m[name]['p99'])}" for name in ("ttft_ms", "tpot_ms", "itl_ms")))
+        drawn.add_row(*row, *(f"{_short(m[name]['median'])}/{_short(m[name]['p99'])}" for name in ("ttft_ms", "tpot_ms", "itl_ms")))
     return drawn
 
 

@@ -84,7 +84,7 @@ def test_the_table_has_every_cell_in_80_columns():
     Console(file=out, width=80).print(latency.table(report()))
     text = out.getvalue()
     assert text.count("plain") == text.count("n-gram") == text.count("draft model") == 2 and "\u2026" not in text, text
-    assert "1234 9876" in text or "1234 9877" in text, text
+    assert "1234/9876" in text, text
     assert text.count("2.20") == 4 and text.count("1.00x") == 6
 
 
@@ -141,7 +141,7 @@ def test_nothing_is_left_of_a_server_after_an_interrupt(tmp_path):
         ids = [int(number) for number in (tmp_path / "ids").read_text().split()]
         assert all(map(alive, ids))
         raise KeyboardInterrupt
-    assert not any(map(alive, ids))
+    wait_for(lambda: not any(map(alive, ids)))
 
 
 def test_a_server_ends_with_a_parent_that_is_killed(tmp_path):
