@@ -47,6 +47,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, record: ChatRecord) -> list[i
     return ids
 
 
+def prompt_text(tokenizer: PreTrainedTokenizerBase, record: ChatRecord) -> str:
+    """The text whose tokens are prompt_ids, for servers that are given text; they must add no special token to it."""
+    return _render(tokenizer, record, asked(record), generation=True)
+
+
 def all_prompt_ids(tokenizer: PreTrainedTokenizerBase, records: list[ChatRecord]) -> dict[str, list[int]]:
     """Record id -> prompt_ids. Records that the template refuses are left out and counted on stderr; UserError where it refuses all."""
     encoded: dict[str, list[int]] = {}

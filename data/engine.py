@@ -186,19 +186,34 @@ def generate_each(  # noqa: PLR0913
     request), seconds, output_tokens, and vLLM's own counters over the same requests. Two warm-up requests count nowhere. On a GPU
     the engine is compiled, as it is where speed is measured; on a CPU that takes longer than it gains here.
     """
-    assert speculative is None or "method" in speculative, "vLLM guesses a missing method from the folder's name"
-    k, seqs = speculative["num_speculative_tokens"] if speculative else 0, max(concurrencies)
-    compiled = torch.cuda.is_available()
-    llm = llm_settings(target_dir, target_cfg, dtype=dtype, max_model_len=max_model_len, seqs=seqs, compiled=compiled, k=k)
+    llm, cache = decoding(target_dir, target_cfg, prompts, speculative, dtype=dtype, seqs=max(concurrencies), max_model_len=max_model_len)
     if temperature > 0:
         llm |= whole_prompts(llm)
-    target = spec(target_dir)
-    longest = min(max_model_len, max(len(p["prompt_ids"]) + p["max_tokens"] for p in prompts) + k)
-    layers = target.num_layers * (2 if speculative else 1)  # a draft's own layers are fewer than the target's
-    job = {"task": "generate", "llm": llm, "states": False, **cache_plan(target, llm, tokens=seqs * longest, layers=layers)}
+    job = {"task": "generate", "llm": llm, "states": False, **cache}
     job |= {"speculative": speculative, "hf_overrides": hf_overrides, "temperature": temperature, "stop_ids": stop_ids(target_dir)}
     job |= {"concurrencies": concurrencies}
     return run_child(job, prompts, "generate", len(prompts) * len(concurrencies), "answers")["results"]
+
+
+def decoding(  # noqa: PLR0913
+    target_dir: Path,
+    target_cfg: TargetConfig,
+    prompts: list[dict[str, Any]],
+    speculative: dict[str, Any] | None,
+    *,
+    dtype: str,
+    seqs: int,
+    max_model_len: int,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The engine's settings, and its cache_plan, to answer prompts {prompt_ids, max_tokens} with at most `seqs` in flight."""
+    assert speculative is None or "method" in speculative, "vLLM guesses a missing method from the folder's name"
+    k = speculative["num_speculative_tokens"] if speculative else 0
+    compiled = torch.cuda.is_available()
+    llm = llm_settings(target_dir, target_cfg, dtype=dtype, max_model_len=max_model_len, seqs=seqs, compiled=compiled, k=k)
+    target = spec(target_dir)
+    longest = min(max_model_len, max(len(p["prompt_ids"]) + p["max_tokens"] for p in prompts) + k)
+    layers = target.num_layers * (2 if speculative else 1)  # a draft's own layers are fewer than the target's
+    return llm, cache_plan(target, llm, tokens=seqs * longest, layers=layers)
 
 
 def generate(*, concurrency: int, **settings: Any) -> dict[str, Any]:

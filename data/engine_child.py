@@ -1,4 +1,5 @@
-"""The first lines of the engine's process: `python -m data.engine_child <job.json> <parent's pid>`.
+"""The first lines of the engine's process: `python -m data.engine_child <parent's pid> <job.json>`, or, for a server or its
+client, `... <parent's pid> -m <module> <words>`.
 
 A parent that is killed must leave no engine behind, nor a second writer of its files; and importing vLLM takes long enough to lose
 it meanwhile. So this comes first, and imports vLLM last.
@@ -15,10 +16,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    job, parent = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent, job, *words = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if words else signal.SIGKILL)  # a server ends its engine's process itself
     if os.getppid() != int(parent):
         sys.exit("the parent is gone")
+    if words:
+        os.execv(sys.executable, [sys.executable, job, *words])  # which keeps what prctl set
     try:
         from data.engine_worker import work
     except ImportError as error:

@@ -150,11 +150,11 @@ def run_child(job: dict[str, Any], items: Iterable[dict[str, Any]], label: str, 
     job = {**job, "items": str(folder / "items.jsonl"), "result": str(result), "weight_bytes": weights}
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     print(f"{label}: starting vLLM", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "data.engine_child", str(folder / "job.json"), str(os.getpid())]
+    command = [sys.executable, "-m", "data.engine_child", str(os.getpid()), str(folder / "job.json")]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=_environment(job["llm"]["tensor_parallel_size"]),
+        env=environment(job["llm"]["tensor_parallel_size"]),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
@@ -166,7 +166,7 @@ def run_child(job: dict[str, Any], items: Iterable[dict[str, Any]], label: str, 
     finally:
         process.kill()
     if not result.exists():
-        raise _dead(label, code, log)
+        raise dead(label, code, log)
     answer = json.loads(result.read_text(encoding="utf-8"))
     for path in folder.iterdir():
         path.unlink()
@@ -176,7 +176,7 @@ def run_child(job: dict[str, Any], items: Iterable[dict[str, Any]], label: str, 
     return answer
 
 
-def _environment(gpus: int) -> dict[str, str]:
+def environment(gpus: int) -> dict[str, str]:
     """The child's environment: one process, quiet, offline (the target is a local folder), our cache size instead of the variable's, and
     under torchrun its own `gpus` of this machine's."""
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
@@ -209,7 +209,8 @@ def _follow(process: subprocess.Popen[str], log: Path, progress: Progress) -> No
                 print(line, end="", file=sys.stderr)
 
 
-def _dead(label: str, code: int, log: Path) -> UserError:
+def dead(label: str, code: int, log: Path) -> UserError:
+    """What to say of an engine's process that ended with `code`. log: its output."""
     with log.open(encoding="utf-8") as f:
         last = "".join(deque((line for line in f if line.strip()), LOG_LINES))
     if code == -9 or "out of memory" in last.lower() or "No available memory for the cache" in last:

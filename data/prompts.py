@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data.errors import UserError
+from data.packages import MARK, package_rows
 from data.record import OTHER, SPLITS, ChatRecord, Unusable, asked, parse, question, record_of, split_of
 
 QUARANTINE_CHARS = 2000  # of a bad line that are kept: enough to recognise it
@@ -31,9 +32,10 @@ def read_prompts(
     one_more: Callable[[list[ChatRecord]], str] | None = None,
 ) -> list[ChatRecord]:
     """Every usable record of `sources`, in order. A source is a .jsonl or .parquet file, a folder of them, a .txt file with a question on
-    each line, a folder written by datasets' save_to_disk, or `hf:<id>[:split]`, each perhaps with a weight before it (`3*<source>`, for
-    `select`); relative paths count from `root`. Of records that ask the same the first is used; `chars`: the least and the most
-    characters of a question. one_more: makes a last source out of the records of these.
+    each line, a folder written by datasets' save_to_disk, `hf:<id>[:split]` or `package:<name>`, each perhaps with a weight before it
+    (`3*<source>`, for `select`); relative paths count from `root`. Of records that ask the same the first is used, or that of a package,
+    all of which are held out: none is trained on under another name. `chars`: the least and the most characters of a question. one_more:
+    makes a last source out of the records of these.
 
     Unusable rows are counted on stderr, and go to the list `left_out` as {file, line, reason, text}. UserError: a source that is missing or
     of unknown kind, or no usable record in all of them.
@@ -53,7 +55,7 @@ def read_prompts(
                 continue
             records.append(record)
 
-    for source in sources:
+    for source in sorted(sources, key=lambda source: not _weight(source)[1].startswith(MARK)):  # sorted keeps the order of the others
         read(source)
     if one_more and (records or not bad):
         read(one_more(records))
@@ -181,6 +183,9 @@ def _rows(source: str, root: Path) -> Iterator[Row]:
     if source.startswith("hf:"):
         yield from _hub_rows(source)
         return
+    if source.startswith(MARK):
+        yield from package_rows(source)
+        return
     path = root / Path(source).expanduser()
     if path.is_file():
         yield from _file_rows(path, source)
@@ -193,7 +198,7 @@ def _rows(source: str, root: Path) -> Iterator[Row]:
         for file in files:
             yield from _file_rows(file, str(Path(source) / file.name))
     else:
-        raise UserError(f"data.prompts: {path} does not exist; name a file, a folder or hf:<id>[:split]")
+        raise UserError(f"data.prompts: {path} does not exist; name a file, a folder, hf:<id>[:split] or package:<name>")
 
 
 def _file_rows(path: Path, label: str) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The one chat record that every source becomes, from OpenAI's chat format or ShareGPT's, or why a row cannot be one."""
+"""The one chat record that every source becomes, from OpenAI's chat format, a log of it or ShareGPT's, or why a row cannot be one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}  # Sh
 SPLITS = ("train", "heldout")
 HELDOUT_ONE_IN = 10  # share of the records without a split that are held out
 OTHER = "other"
+UNKNOWN = "und"  # language
 
 
 @dataclass
@@ -43,6 +44,7 @@ def parse(raw: bytes | dict[str, Any]) -> dict[str, Any]:
 
 def record_of(row: dict[str, Any], source: str) -> ChatRecord:
     """Unusable, naming the turn or the key: the row is no conversation that a chat template could take."""
+    row = _unwrapped(row)
     turns = row.get("messages") or row.get("conversations")
     if not isinstance(turns, list) or not turns:
         raise Unusable("no list `messages` or `conversations` with a turn in it")
@@ -56,6 +58,29 @@ def record_of(row: dict[str, Any], source: str) -> ChatRecord:
     except (ValueError, TypeError) as why:  # a lone surrogate (valid JSON, no text), NaN, or a date in a Parquet column
         raise Unusable(f"cannot be written as UTF-8 JSON: {why}") from why
     return record
+
+
+def _unwrapped(row: dict[str, Any]) -> dict[str, Any]:
+    """A line of a server's log, {"request" or "body": {"messages", "tools"}, "response"}, as the conversation that it is; the answer, where
+    the log has one, is its last turn. OpenAI's batch files have `body` and `custom_id`."""
+    inner = next((row[key] for key in ("request", "body") if isinstance(row.get(key), dict)), None)
+    if "messages" in row or "conversations" in row or inner is None:
+        return row
+    found = _unwrapped(inner)
+    turns, answer = found.get("messages"), _answer(row.get("response"))
+    names = {"id": row.get("id") or row.get("custom_id") or found.get("id"), "meta": row.get("meta") or found.get("meta")}
+    return {**found, **names} | ({"messages": [*turns, answer]} if answer and isinstance(turns, list) else {})
+
+
+def _answer(response: Any) -> dict[str, Any] | None:
+    """The first choice's message of a chat completion, perhaps within `body`; None where it says nothing, as of a request that failed."""
+    body = response.get("body", response) if isinstance(response, dict) else {}
+    choices = body.get("choices") if isinstance(body, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = first.get("message") if isinstance(first, dict) else None
+    kept = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
+    said = isinstance(message, dict) and (message.get("content") or message.get("tool_calls"))
+    return {key: message[key] for key in kept if key in message} if said else None
 
 
 def asked(record: ChatRecord) -> list[dict[str, Any]]:
@@ -157,7 +182,7 @@ def _record_id(given: Any, content: str) -> str:
 def _meta(given: Any) -> dict[str, Any]:
     if given is not None and not isinstance(given, dict):
         raise Unusable("`meta` is not an object")
-    meta = {"category": OTHER, "language": "und"} | {k: v for k, v in (given or {}).items() if v is not None}
+    meta = {"category": OTHER, "language": UNKNOWN} | {k: v for k, v in (given or {}).items() if v is not None}
     for key in ("category", "language"):
         if not isinstance(meta[key], str):
             raise Unusable(f"meta.{key} is not a text")

@@ -47,8 +47,8 @@ details{margin-top:10px}summary{cursor:pointer;color:var(--soft)}
 """
 
 
-def page(report: dict[str, Any], texts: dict[str, str], history: list[dict[str, Any]]) -> str:
-    """The whole document. texts: `advice` and `comparison`; history: the lines of metrics.jsonl."""
+def page(report: dict[str, Any], texts: dict[str, str], history: list[dict[str, Any]], latency: dict[str, Any] | None = None) -> str:
+    """The whole document. texts: `advice` and `comparison`; history: the lines of metrics.jsonl; latency: what latency.json holds."""
     prompts, engine, target = report["prompts"], report["engine"], report["target"]
     about = f"{prompts['count']} prompts, up to {prompts['max_tokens']} new tokens, temperature {prompts['temperature']:g}, "
     about += f"concurrency {', '.join(str(c) for c in sorted({m['concurrency'] for m in report['methods']}))}; "
@@ -63,6 +63,7 @@ def page(report: dict[str, Any], texts: dict[str, str], history: list[dict[str, 
         f"<h1>{escape(report['name'])}: a draft head for {escape(target['model'])}</h1>",
         f'<p class="lead">{escape(report["headline"]).replace("n-gram", "n&#8209;gram")}</p><p class="note">{escape(about)}.</p>',
         *(_grid_sections(report) if is_grid(report) else _single_sections(report)),
+        section("Through vLLM's server", _latency(latency), f"{latency['prompts']['count']} prompts. {LATENCY_NOTE}") if latency else "",
         section("Acceptance by position", _positions(report), POSITION_NOTE + where),
         section("By slice", _slices(report), "Tokens per target pass. The upright mark is plain decoding: 1." + where),
         section("Offline against the engine", f"<p>{escape(texts['comparison'])}</p>", ""),
@@ -98,6 +99,12 @@ METHOD_NOTE = (
 )
 
 
+LATENCY_NOTE = (
+    "As a client sees it, by vLLM's own benchmark: milliseconds, the median, below it mean and 99th percentile. TTFT: to the first token. "
+    "TPOT: per token after it. ITL: between two arrivals, each of which brings all tokens of a pass."
+)
+
+
 POSITION_NOTE = (
     "Share of drafting passes in which this draft and all before it were accepted. n-gram drafts only where it finds a match, "
     "the head in every pass."
@@ -120,6 +127,17 @@ def _methods(report: dict[str, Any]) -> str:
         else:
             row += [f"{m['tokens_per_pass']:.2f}", "-", str(m["k"] or "-"), "-"]
         rows.append(row + [f"{m['tokens_per_second']:.1f}", f"{m['itl_ms']:.1f}", f"{m['ttft_ms']:.0f}", equal(m)])
+    return table(header, rows)
+
+
+def _latency(latency: dict[str, Any]) -> str:
+    header = ["method", "k", "in flight", "requests/s", "tokens/s", "acceptance length", "TTFT", "TPOT", "ITL"]
+    rows = []
+    for m in sorted(latency["methods"], key=lambda m: m["concurrency"]):
+        row = [label(m["method"]), str(m["k"] or "-"), str(m["concurrency"]), f"{m['requests_per_second']:.2f}"]
+        row += [f"{m['tokens_per_second']:.1f}", f"{m['acceptance_length']:.2f}" if m["drafts"] else "-"]
+        times = [m[name] for name in ("ttft_ms", "tpot_ms", "itl_ms")]
+        rows.append(row + [f"{t['median']:.1f}\n{t['mean']:.1f}, {t['p99']:.1f}" for t in times])
     return table(header, rows)
 
 

@@ -60,13 +60,22 @@ def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[
     return {**serving, "model": str(folder)}, overrides
 
 
+def server(target_dir: Path, dtype: str, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> list[list[str]]:
+    """The words that serve the target with a method, as it was measured, in the parts that one line each holds. Not `vllm serve`, which is
+    the same but does not start from the CPU wheel."""
+    parts = [["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(target_dir), "--dtype", dtype]]
+    parts += [["--speculative-config", json.dumps(speculative)]] if speculative else []
+    return parts + ([["--hf-overrides", json.dumps(overrides)]] if overrides else [])
+
+
+def shell(parts: list[list[str]]) -> str:
+    """The command of these parts, to paste."""
+    return " \\\n  ".join(map(shlex.join, parts))
+
+
 def command(target_dir: Path, dtype: str, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> str:
-    """The shell command that serves the target with a method, as it was measured. Not `vllm serve`, which is the same but does not start
-    from the CPU wheel."""
-    parts = [f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(target_dir))} --dtype {dtype}"]
-    parts += [f"--speculative-config {shlex.quote(json.dumps(speculative))}"] if speculative else []
-    parts += [f"--hf-overrides {shlex.quote(json.dumps(overrides))}"] if overrides else []
-    return " \\\n  ".join(parts)
+    """The shell command that serves the target with a method, as it was measured."""
+    return shell(server(target_dir, dtype, speculative, overrides))
 
 
 def published(folder: Path) -> dict[str, Any]:

@@ -75,16 +75,18 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
-def finished(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The report in `folder` of an earlier evaluation with exactly these settings, or None."""
-    path = folder / "report.json"
-    if not path.is_file():
-        return None
+def read_report(path: Path) -> dict[str, Any] | None:
+    """The report in a file; None where there is none, or one that was cut short or edited, to be measured again."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # cut short or edited: to be measured again
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError:
         return None
-    return report if report.get("settings") == json.loads(json.dumps(settings)) else None
+
+
+def finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The report that an earlier measurement with exactly these settings left in a file, or None."""
+    report = read_report(path)
+    return report if report and report.get("settings") == json.loads(json.dumps(settings)) else None
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -126,13 +128,20 @@ def write(report: dict[str, Any], folder: Path) -> None:
     path = folder.parent / "provenance.json"
     provenance = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     report = report | {"headline": headline(report), "provenance": provenance}
-    texts = {"advice": advice(report), "comparison": comparison(report)}
-    for name, text in (
-        ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
-        ("report.html", page(report, texts, history(folder.parent))),
-    ):
-        replace_text(folder / name, text)
+    replace_text(folder / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
+    draw(folder)
     show(report, folder)
+
+
+def draw(folder: Path) -> None:
+    """Writes report.html of the report.json in `folder`, if there is one, with what latency.json says of the same head and target."""
+    report, latency = read_report(folder / "report.json"), read_report(folder / "latency.json")
+    if report is None:
+        return
+    texts = {"advice": advice(report), "comparison": comparison(report)}
+    if latency and any(latency["settings"][key] != report.get("settings", {}).get(key) for key in ("fingerprint", "export", "folders")):
+        latency = None
+    replace_text(folder / "report.html", page(report, texts, history(folder.parent), latency))
 
 
 def show(report: dict[str, Any], folder: Path) -> None:

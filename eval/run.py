@@ -18,7 +18,7 @@ from data.target import fingerprint
 from eval.chain import offline_report
 from eval.export import read_export, trained_head
 from eval.methods import stamps
-from eval.report import finished, show, write
+from eval.report import finished, read_report, show, write
 from eval.serve import evaluate as evaluate_engine
 
 if TYPE_CHECKING:
@@ -30,8 +30,25 @@ LoadHead = Callable[[Path], dict[str, torch.Tensor]]  # the state_dict of a chec
 
 def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> dict[str, Any]:
     """Measures the export of cfg.run_dir on the held-out prompts, or shows the report that is there with the same settings. Returns it."""
-    run_dir = Path(cfg.run_dir)
-    export_dir = run_dir / "export" / "vllm"
+    settings, folder = {"report": REPORT_VERSION, **checked(cfg, target_dir, prompts)}, Path(cfg.run_dir) / cfg.eval_folder
+    if earlier := finished(folder / "report.json", settings):
+        show(earlier, folder)
+        return earlier
+    if (other := read_report(folder / "report.json")) and other.get("settings", {}).get("prompts") != settings["prompts"]:
+        print(f"evaluate: {folder / 'report.json'} is of other prompts and will be replaced; copy it now if it is wanted", flush=True)
+    with alone(folder, "run_dir"):
+        report = _measure(cfg, target_dir, prompts, load_head)
+        write(report | {"settings": settings}, folder)
+    return report
+
+
+def export_of(cfg: RunConfig) -> Path:
+    return Path(cfg.run_dir) / "export" / "vllm"
+
+
+def checked(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord]) -> dict[str, Any]:
+    """All that a measurement depends on: one with the same need not be made again. UserError: no prompt, or an export of another conf."""
+    export_dir = export_of(cfg)
     export = read_export(export_dir) if "head" in cfg.eval.methods else None
     if export and export["head"] != cfg.head:
         raise UserError(f"{export_dir}: exported from head {export['head']}, the conf says {cfg.head}; use the conf it was trained with")
@@ -44,22 +61,14 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
         )
     if not prompts:
         raise UserError("data.prompts: no prompt for the split 'heldout', which is what is measured; add some, or give some meta.split")
-    settings = {"report": REPORT_VERSION, "eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
+    settings = {"eval": asdict(cfg.eval), "target": asdict(cfg.target), "loop_ngram": cfg.data.loop_ngram}
     settings |= {"fingerprint": fingerprint(target_dir), "prompts": prompts_hash(prompts), "export": export}
-    settings["folders"] = stamps(cfg.eval.methods, cfg.eval.draft_model)
-    folder = run_dir / cfg.eval.folder
-    if earlier := finished(folder, settings):
-        show(earlier, folder)
-        return earlier
-    with alone(folder, "run_dir"):
-        report = _measure(cfg, target_dir, export_dir, prompts, load_head)
-        write(report | {"settings": settings}, folder)
-    return report
+    return settings | {"folders": stamps(cfg.eval.methods, cfg.eval.draft_model)}
 
 
-def _measure(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> dict[str, Any]:
-    run_dir = Path(cfg.run_dir)
-    answers = run_dir / cfg.eval.folder / "plain.jsonl"
+def _measure(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_head: LoadHead) -> dict[str, Any]:
+    run_dir, export_dir = Path(cfg.run_dir), export_of(cfg)
+    answers = run_dir / cfg.eval_folder / "plain.jsonl"
     report = evaluate_engine(cfg, target_dir, export_dir, prompts, answers)
     greedy = cfg.eval.draft_sample_method == "greedy"  # what the offline chain does
     if "head" in cfg.eval.methods and greedy:

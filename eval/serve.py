@@ -18,7 +18,7 @@ from data.chat import all_prompt_ids, load_tokenizer, loop_start
 from data.engine import engine_identity, generate_each
 from data.errors import UserError
 from data.prompts import write_jsonl_line
-from data.record import ChatRecord
+from data.record import OTHER, UNKNOWN, ChatRecord
 from eval.accept import Counts, bootstrap, figures
 from eval.advice import recommend
 from eval.methods import check_methods, command, label, speculation
@@ -75,6 +75,18 @@ def parted(result: Result, plain: Result) -> list[dict[str, Any]]:
     return differing
 
 
+def slices_of(records: list[ChatRecord]) -> dict[str, list[str]]:
+    """Slice -> ids: each category, and each language where there are several."""
+    slices: dict[str, list[str]] = {}
+    for record in records:
+        slices.setdefault(str(record.meta.get("category", OTHER)), []).append(record.id)
+    languages = [str(record.meta.get("language", UNKNOWN)) for record in records]
+    if len(set(languages)) > 1:
+        for record, language in zip(records, languages, strict=True):
+            slices.setdefault(f"language {language}", []).append(record.id)
+    return slices
+
+
 def pooled(result: Result, names: list[str]) -> dict[str, Any]:
     """Pooled figures of the named requests."""
     counts = Counts()
@@ -87,7 +99,7 @@ def pooled(result: Result, names: list[str]) -> dict[str, Any]:
 def entry(method: str, result: Result, plain: Result, slices: dict[str, list[str]], sampled: bool) -> dict[str, Any]:
     """One method of the report. slices: name -> request ids. sampled: at a temperature above 0, where the texts of two runs differ and
     `lossless` is None."""
-    names = [name for part in slices.values() for name in part]
+    names = list(result["outputs"])
     differing = [] if sampled else parted(result, plain)
     gone = {difference["id"] for difference in differing}
     speed, plain_speed = (r["output_tokens"] / r["seconds"] for r in (result, plain))
@@ -157,24 +169,15 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
     """Runs every method of cfg.eval.methods over the prompts, with each k and at each concurrency, and returns the report (docs:
     report.json), without `offline`.
 
-    Leaves the plain answers at answers_path. Slices are the prompts' categories. One engine start per method and k.
+    Leaves the plain answers at answers_path. Slices are the prompts' categories and languages. One engine start per method and k.
     """
     check_methods(cfg, target_dir, export_dir)
-    tokenizer = load_tokenizer(target_dir, cfg.target.trust_remote_code)
-    encoded = all_prompt_ids(tokenizer, prompts)
-    requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, max(cfg.eval.ks))
     engine = Engine(cfg, target_dir, export_dir)
-    longer, loops = None, 0
-    if cfg.eval.cut_loops:
-        longer = engine.run("none", 0, requests, [max(LOOK_AHEAD, *cfg.eval.concurrencies)])[0]
-        requests, loops = cut_at_loops(requests, longer, cfg.data.loop_ngram)
+    requests, about, longer = engine.asked(prompts)
     plain = engine.run("none", 0, requests, cfg.eval.concurrencies)
     write_answers(answers_path, prompts, requests, plain[0], longer or plain[0], cfg.eval.temperature)
     asked = {request["id"] for request in requests}
-    slices: dict[str, list[str]] = {}
-    for record in prompts:
-        if record.id in asked:
-            slices.setdefault(str(record.meta.get("category", "other")), []).append(record.id)
+    slices = slices_of([record for record in prompts if record.id in asked])
     methods = []
     for method, k in ((name, k) for name in cfg.eval.methods for k in ([0] if name == "none" else cfg.eval.ks)):
         results = engine.run(method, k, requests, cfg.eval.concurrencies) if k else plain
@@ -187,11 +190,7 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
         "prompts": {
             "count": len(requests),
             "slices": {name: len(part) for name, part in slices.items()},
-            "skipped_too_long": skipped,
-            "max_tokens": cfg.eval.max_tokens,
-            "temperature": cfg.eval.temperature,
-            "cut_loops": cfg.eval.cut_loops,
-            "answers_cut": loops,
+            **about,
         },
         "methods": methods,
         "recommendation": recommend(methods),
@@ -205,6 +204,17 @@ class Engine:
     cfg: RunConfig
     target_dir: Path
     export_dir: Path
+
+    def asked(self, prompts: list[ChatRecord]) -> tuple[list[Request], dict[str, Any], Result | None]:
+        """The requests of every method; what a report says of them; and with eval.cut_loops the plain run in which the loops were found."""
+        cfg, longer, loops = self.cfg, None, 0
+        encoded = all_prompt_ids(load_tokenizer(self.target_dir, cfg.target.trust_remote_code), prompts)
+        requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, max(cfg.eval.ks))
+        if cfg.eval.cut_loops:
+            longer = self.run("none", 0, requests, [max(LOOK_AHEAD, *cfg.eval.concurrencies)])[0]
+            requests, loops = cut_at_loops(requests, longer, cfg.data.loop_ngram)
+        about = {"skipped_too_long": skipped, "max_tokens": cfg.eval.max_tokens, "temperature": cfg.eval.temperature}
+        return requests, {**about, "cut_loops": cfg.eval.cut_loops, "answers_cut": loops}, longer
 
     def run(self, method: str, k: int, requests: list[Request], concurrencies: list[int]) -> list[Result]:
         """One result per concurrency, all from one engine."""

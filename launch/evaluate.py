@@ -19,7 +19,7 @@ from train.log import send_report
 def run(cfg: RunConfig) -> None:
     given, _ = split_sources(cfg.data.prompts)  # what the target wrote is for training
     prompts = select(read_prompts(given, ROOT, cfg.data.prompt_chars), "heldout", cfg.eval.limit)
-    report, name = evaluate(cfg, resolve(cfg.target, ROOT), prompts, load_head), cfg.eval.folder
+    report, name = evaluate(cfg, resolve(cfg.target, ROOT), prompts, load_head), cfg.eval_folder
     send_report(cfg, points(report, name), tables(report, name), Path(cfg.run_dir) / name / "report.html")
 
 

@@ -54,7 +54,7 @@ def test_dry_run_ends_well_and_fast(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("stage", ["train", "respond", "capture", "export", "evaluate", "run", "plan", "masks", "trees"])
+@pytest.mark.parametrize("stage", ["train", "respond", "capture", "export", "evaluate", "latency", "run", "plan", "masks", "trees"])
 def test_every_script_refuses_a_mistake_in_one_line(stage, tmp_path):
     status, _, err, _ = run([sys.executable, ROOT / "launch" / f"{stage}.py", "conf=tiny_mtp", "train.stepz=1"], tmp_path)
     assert status == 2 and err.startswith("error: ") and "stepz" in err and err.count("\n") == 1, err

@@ -20,7 +20,7 @@ from live import LONGEST, config
 import data.capture
 import data.engine
 from data.answers import Request, collect, read_answers
-from data.engine_job import TORCHRUN, _environment
+from data.engine_job import TORCHRUN, environment
 from data.gather import finish_part
 from data.identity import unfinished
 from data.lock import alone
@@ -69,10 +69,10 @@ def test_each_engine_of_a_torchrun_has_its_own_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for key, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
         monkeypatch.setenv(key, value)
-    assert _environment(2)["CUDA_VISIBLE_DEVICES"] == "6,7" and "LOCAL_RANK" not in _environment(2)
-    refused(lambda: _environment(3), "2 engines", "target.tensor_parallel=3", "4,5,6,7")
+    assert environment(2)["CUDA_VISIBLE_DEVICES"] == "6,7" and "LOCAL_RANK" not in environment(2)
+    refused(lambda: environment(3), "2 engines", "target.tensor_parallel=3", "4,5,6,7")
     monkeypatch.delenv("LOCAL_RANK")
-    assert _environment(2)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert environment(2)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
 def test_parts_of_as_many_work_beside_each_other_and_nobody_else(tmp_path):

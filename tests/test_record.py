@@ -51,6 +51,28 @@ def test_a_developer_is_the_system_and_reasoning_has_one_name():
     assert supervised(tokenizer_for(QWEN3), found) == ["Air.\n</think>\n\nIt scatters.<|im_end|>"]
 
 
+def logged(**line):
+    return record_of(line, "log.jsonl")
+
+
+def test_logs_of_a_server_are_the_conversations_in_them():
+    request = {"model": "m", "temperature": 0.2, "messages": [USER], "tools": [{"type": "function"}]}
+    answer = {"id": "chatcmpl-1", "choices": [{"index": 0, "message": {**REPLY, "refusal": None, "audio": None}, "finish_reason": "stop"}]}
+    plain = record(USER, REPLY, tools=request["tools"])
+    for found in (
+        logged(request=request, response=answer),
+        logged(request={"body": request}, response={"status_code": 200, "body": answer}),
+        logged(body=request, method="POST", url="/v1/chat/completions", response=answer),
+    ):
+        assert found == plain
+    batch = logged(custom_id="r1", body=request, meta={"category": "support"})
+    assert (batch.id, batch.messages, batch.meta["category"]) == ("r1", [USER], "support")
+    for said in (None, "overloaded", {"error": {}}, {"choices": []}, {"choices": [{"message": {"role": "assistant", "content": ""}}]}):
+        assert logged(request=request, response=said).messages == [USER], "the question stands without an answer"
+    with pytest.raises(Unusable, match="no list `messages`"):
+        logged(request={"prompt": "Once upon"}, response=answer)
+
+
 @pytest.mark.parametrize(
     ("reason", "turn"),
     {

@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from data.commands import remember
 from data.errors import UserError
+from data.packages import measured_only
 from train import checks, dist
 from train.words import check_words
 
@@ -58,7 +59,7 @@ class TargetConfig:
 
 @dataclass
 class DataConfig:
-    prompts: list[str] = field(default_factory=list)  # files, folders, hub data sets, self:<n>; paths count from the repository
+    prompts: list[str] = field(default_factory=list)  # files, folders, hub data sets, package:<name>, self:<n>; paths: from the repository
     limit: int | None = None  # training prompts used; null: all (spread over the slices)
     heldout_limit: int | None = None  # held-out prompts used; null: all
     min_prompt_chars: int = 0  # characters of a conversation up to its answer; others are put aside and counted
@@ -136,11 +137,6 @@ class EvalConfig:
     cut_loops: bool = False  # as data.cut_loops, for the measured answers
 
     @property
-    def folder(self) -> str:
-        """Of the report, in the run folder."""
-        return f"eval-t{self.temperature:g}" if self.temperature else "eval"
-
-    @property
     def ks(self) -> list[int]:
         return self.k if isinstance(self.k, list) else [self.k]
 
@@ -175,6 +171,12 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     dry_run: bool = False  # launch/train.py and launch/run.py: print the plan and stop
+
+    @property
+    def eval_folder(self) -> str:
+        """Of the report, in the run folder. Those of prompt sets alone and of sampled answers lie beside the run's own."""
+        sampled = [f"t{self.eval.temperature:g}"] if self.eval.temperature else []
+        return "-".join(["eval", *measured_only(self.data.prompts), *sampled])
 
 
 def main(run: Callable[[RunConfig], object], *sections: str) -> None:

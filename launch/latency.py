@@ -1,0 +1,25 @@
+"""Time to the first token and between tokens as a client sees them: python launch/latency.py conf=<name>. Serves each method of
+eval.methods with vLLM's own server and measures it with vLLM's own benchmark. Writes <run_dir>/eval/latency.json."""
+
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.prompts import read_prompts, select
+from data.selfprompt import split_sources
+from data.target import resolve
+from eval.latency import latency
+from train.config import ROOT, RunConfig, main
+
+
+def run(cfg: RunConfig) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends with us
+    given, _ = split_sources(cfg.data.prompts)
+    prompts = select(read_prompts(given, ROOT, cfg.data.prompt_chars), "heldout", cfg.eval.limit)
+    latency(cfg, resolve(cfg.target, ROOT), prompts)
+
+
+if __name__ == "__main__":
+    main(run, "target", "head", "data", "eval", "export")
