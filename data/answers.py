@@ -114,13 +114,14 @@ def _too_long(request: Request) -> set[str]:
 
 def join(request: Request) -> bool:
     """Whether all that is asked is answered or set aside by one of as many parts: then request.out_path holds the answers of all parts,
-    in the order of the records, and their files are deleted, but for those of parts that still run. A kill at any moment leaves what the
-    next call can go on from: the mark goes once the answers are there, the files after it."""
+    in the order of the records, and their files are deleted, but for those of parts that still run. An engine ends answers in another
+    order after each kill; store and batches follow the file. A kill at any moment leaves what the next call can go on from: the mark goes
+    once the answers are there, the files after it."""
     out, part = request.out_path, request.part
     listed, several = out.with_suffix(".quarantine.jsonl"), part.count > 1
     with turn(out.parent):
         files, lists = part_files(out), part_files(listed)
-        if files or (several and unfinished(out).exists()):
+        if files or unfinished(out).exists():
             answers: dict[str, Any] = {}
             for path in [out, *files]:
                 answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}

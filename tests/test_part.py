@@ -17,6 +17,7 @@ import torch
 from conftest import refused
 from live import LONGEST, config
 
+import data.answers
 import data.capture
 import data.engine
 from data.answers import Request, collect, read_answers
@@ -225,6 +226,20 @@ def test_the_answers_of_several_are_those_of_one_in_the_order_of_the_records(par
     collect(request(tmp_path, Part(0, 2), n=9), answer_some)  # more is asked later
     collect(request(tmp_path, Part(1, 2), n=9), answer_some)
     assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == [*ASKED, "r7#0", "r7#1", "r8#0", "r8#1"]
+
+
+@pytest.mark.parametrize("most", range(0, len(ASKED), 3))
+def test_one_engine_leaves_the_same_bytes_wherever_it_was_killed(most, tmp_path, monkeypatch):
+    collect(request(tmp_path / "whole"), answer_some)
+    killed = tmp_path / "killed"
+    with pytest.raises(Killed):
+        collect(request(killed), lambda todo, out: answer_some(todo, out, most))
+    with monkeypatch.context() as patch, pytest.raises(Killed):  # all answers are there, in the order in which they ended
+        patch.setattr(data.answers, "join", lambda _: (_ for _ in ()).throw(Killed))
+        collect(request(killed), answer_some)
+    collect(request(killed), answer_some)
+    assert (killed / "train.jsonl").read_bytes() == (tmp_path / "whole/train.jsonl").read_bytes()
+    assert [a["id"] for a in read_answers(killed / "train.jsonl")[0]] == ASKED
 
 
 @pytest.mark.parametrize("then", [[WHOLE], *WHOLE_RUNS])

@@ -1,0 +1,313 @@
+"""Kills of real engines, of the commands that start them and of the training, at random moments: what is there in the end is what an
+uninterrupted run leaves, byte for byte.
+
+`python tests/test_kills_engine.py 200 7` kills 200 times with seed 7 and counts aloud. The launch scripts run as on a command line, and vLLM
+in a process of its own under each, but as forks of a process that has imported all of it: a start takes seconds, and most kills hit work.
+The last kind starts a new Python for each command and engine instead.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from test_kills import FORK, files, wait_for
+
+import data.batch
+import data.capture
+import data.engine
+from data import engine_child, engine_job
+from data.builtin import build_tiny
+from train import checkpoint
+from train.config import ROOT
+
+SHARD_TOKENS, PER_RUN = 1000, 10  # kills of a run, at most: then it may come to its end
+STEPS, PAUSE = 30, 0.1  # of the training; seconds before each
+LAUNCHING, STARTING, WORKING, ENDING = range(4)
+STAGES = ("before the engine", "engine starting", "at work", "after the engine")
+AT = FORK.RawArray("i", 2)  # where each command is, of those side by side
+WORDS = f"conf=tiny_eagle3 target.spec={{}} data.limit=160 data.heldout_limit=8 data.max_length=192 train.steps={STEPS} train.threads=1 "
+WORDS += "train.save_every=3 train.val_every=15 train.log_every=1"
+
+
+class Command(NamedTuple):
+    script: str
+    words: list[str]
+    place: int = 0  # in AT
+    waits_for: Path | None = None  # a manifest, that it is closed
+
+
+class Forked:
+    """In the place of subprocess.Popen for `python -m data.engine_child`: its lines in a fork of the command's process."""
+
+    def __init__(self, place: int, command: list[str], *, env: dict[str, str], **_: Any) -> None:
+        ours, theirs = os.pipe()
+        self.pid, self.place, self.code = os.fork(), place, None
+        if self.pid == 0:
+            for number in (1, 2):
+                os.dup2(theirs, number)
+            os.closerange(3, 1024)  # as Popen does: locks among them
+            code = 1
+            try:
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                AT[place] = STARTING
+                os.environ.update(env)
+                sys.argv = command[2:]
+                engine_child.main()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        os.close(theirs)
+        self.stdout = os.fdopen(ours, encoding="utf-8", errors="replace")
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            AT[self.place] = ENDING
+        return self.code
+
+    def kill(self) -> None:
+        if self.code is None:
+            os.kill(self.pid, 9)
+            self.wait()
+
+
+def import_all() -> None:
+    """What the commands and the engine import, and where they tell how far they are."""
+    import torch
+
+    os.environ.update(engine_job._environment(1))
+    torch.set_num_threads(1)
+    import data.ask
+    import data.engine_worker as worker
+    import data.vllm_connector
+    import train.engine
+    import train.loop  # noqa: F401
+
+    report, step = worker.report, data.batch.Batches.step
+
+    def told(done: int, note: str) -> None:
+        AT[engine_job.subprocess.place] = WORKING  # ty: the stand-in below
+        report(done, note)
+
+    def stepped(self: Any, i: int, accum: int) -> Any:
+        AT[engine_job.subprocess.place] = WORKING
+        return step(self, i, accum)
+
+    worker.report, data.batch.Batches.step = told, stepped
+
+
+def small() -> None:
+    """Shards small enough that a kill finds some, a training slow enough to be killed."""
+    data.batch.POLL_SECONDS = data.capture.POLL_SECONDS = 0.02
+    data.engine.capture.__kwdefaults__["shard_tokens"] = SHARD_TOKENS
+    step = data.batch.Batches.step
+
+    def slowly(self: Any, i: int, accum: int) -> Any:
+        time.sleep(PAUSE)
+        return step(self, i, accum)
+
+    data.batch.Batches.step = slowly
+
+
+def go(command: Command) -> None:
+    """The launch script in this process, as on a command line."""
+    if command.waits_for:
+        wait_for(command.waits_for)
+    small()
+    sys.argv = [f"launch/{command.script}.py", *command.words]
+    runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+
+
+def process(command: Command, log: Path, cold: bool) -> None:
+    """The target of a fork. cold: it becomes a new Python."""
+    with log.open("a") as f:
+        os.dup2(f.fileno(), 1)
+        os.dup2(f.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    AT[command.place] = LAUNCHING
+    if cold:
+        waits = str(command.waits_for or "")
+        os.execv(sys.executable, [sys.executable, __file__, "command", command.script, waits, *command.words])
+    stand_in = SimpleNamespace(Popen=partial(Forked, command.place), PIPE=-1, STDOUT=-2, place=command.place)
+    engine_job.subprocess = stand_in  # ty: of this module alone
+    go(command)
+
+
+class Runs:
+    """Commands side by side in a folder, their kills counted by what was killed and when."""
+
+    def __init__(self, commands: list[Command], folder: Path, cold: bool) -> None:
+        self.commands, self.folder, self.cold = commands, folder, cold
+        self.processes, self.traces = [], [0.0] * len(commands)
+        self.kills: Counter[tuple[str, str]] = Counter()
+        for i in range(len(commands)):
+            self.processes.append(self.start(i))
+
+    def start(self, i: int) -> Any:
+        self.traces[i] = self.trace(i)
+        one = FORK.Process(target=process, args=(self.commands[i], self.folder / f"log-{i}", self.cold))
+        one.start()
+        return one
+
+    def trace(self, i: int) -> float:
+        """Another number when the command has written another answer, shard or line of its log."""
+        kind = {"respond": "*/*.jsonl", "capture": "store/*/shard-*", "train": "run/*.jsonl"}[self.commands[i].script]
+        stats = [path.stat() for path in self.folder.glob(kind) if path.exists()]
+        return sum(stat.st_size + stat.st_mtime for stat in stats)
+
+    def stage(self, i: int) -> int:
+        if not self.cold:
+            return AT[self.commands[i].place]
+        return WORKING if self.trace(i) != self.traces[i] else STARTING
+
+    def finish(self) -> list[float]:
+        """All of them to their end. Returns seconds of each stage, of all commands together."""
+        spent, before = [0.0] * len(STAGES), time.monotonic()
+        while any(one.is_alive() for one in self.processes):
+            time.sleep(0.01)
+            now = time.monotonic()
+            for i, one in enumerate(self.processes):
+                spent[self.stage(i)] += (now - before) * one.is_alive()
+            before = now
+        logs = [(self.folder / f"log-{i}").read_text()[-2000:] for i in range(len(self.processes))]
+        assert [one.exitcode for one in self.processes] == [0] * len(logs), "\n".join(logs)
+        return spent
+
+    def wait(self, rng: random.Random, starting: float, working: float) -> None:
+        """Until a moment of some command's start, or three times of four of its work."""
+        i, deadline = rng.randrange(len(self.processes)), time.monotonic() + 120
+        if rng.random() < 0.25:
+            time.sleep(starting * rng.random())
+            return
+        while self.processes[i].is_alive() and self.stage(i) != WORKING and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(working * rng.random())
+
+    def kill(self, rng: random.Random) -> bool:
+        """One of those that run: a command, or the engine of one. False: none does, or it had just ended."""
+        alive = [i for i, one in enumerate(self.processes) if one.is_alive()]
+        if not alive:
+            return False
+        i = rng.choice(alive)
+        one, stage, script = self.processes[i], self.stage(i), self.commands[i].script
+        engines = psutil.Process(one.pid).children() if rng.random() < 0.5 else []
+        (engines[0] if engines else one).kill()
+        one.join(900)
+        if one.exitcode == 0:
+            return False
+        assert one.exitcode == (2 if engines else -9), (self.folder / f"log-{i}").read_text()[-2000:]
+        self.kills[f"engine of {script}" if engines else script, STAGES[stage]] += 1
+        self.processes[i] = self.start(i)
+        return True
+
+    def stop(self) -> None:
+        for one in self.processes:
+            one.kill()
+
+
+class Case:
+    """Kinds of work, and what they leave."""
+
+    def __init__(self, folder: Path) -> None:
+        self.target = build_tiny(folder / "target")
+        self.answers = folder / "answers"
+
+    def commands(self, kind: str, folder: Path) -> list[Command]:
+        words = [*WORDS.split(), f"target.model={self.target}", f"data.store={folder}/store", f"run_dir={folder}/run"]
+        if kind.startswith("respond"):
+            words.append(f"data.responses={folder}/answers")
+        else:
+            words.append(f"data.responses={self.answers}")
+        script = kind.split()[0]
+        if kind.endswith("in parts"):
+            return [Command(script, [*words, f"part={i}/2"], i) for i in range(2)]
+        if kind == "window":
+            words.append("data.window_gb=0.004")
+            closed = folder / "store/heldout/manifest.json"
+            return [Command("capture", words), Command("train", [*words, "plan=false"], 1, closed)]
+        return [Command(script, words)]
+
+    def left(self, kind: str, folder: Path) -> dict[str, Any]:
+        if kind != "window":
+            return files(folder / ("answers" if kind.startswith("respond") else "store"))
+        assert not list((folder / "store/train").glob("shard-*"))
+        return {key: x.tolist() for key, x in checkpoint.load_head(folder / f"run/step-{STEPS:06d}").items()}
+
+
+def torment(case: Case, kind: str, folder: Path, kills: int, seed: int) -> Counter[tuple[str, str]]:
+    """Kills so often, over as many whole runs as that takes, and compares what each leaves."""
+    rng, count, runs, began = random.Random(seed), Counter(), 0, time.monotonic()
+    cold, kind = kind.startswith("cold "), kind.removeprefix("cold ")
+    (folder / "whole").mkdir(parents=True)
+    spent = Runs(case.commands(kind, folder / "whole"), folder / "whole", False).finish()
+    expected = case.left(kind, folder / "whole")
+    if kind == "respond" and not case.answers.exists():
+        (folder / "whole/answers").rename(case.answers)
+    print(f"{kind}: {', '.join(f'{s:.1f} s {name}' for s, name in zip(spent, STAGES, strict=True))}", flush=True)
+    starting, working = 15.0 if cold else spent[LAUNCHING] + spent[STARTING], 0.5 * spent[WORKING]
+    while count.total() < kills:
+        runs += 1
+        (folder / f"{runs}").mkdir()
+        running = Runs(case.commands(kind, folder / f"{runs}"), folder / f"{runs}", cold)
+        try:
+            while running.kills.total() < min(kills - count.total(), PER_RUN) and any(one.is_alive() for one in running.processes):
+                running.wait(rng, starting, working)
+                running.kill(rng)
+            running.finish()
+        finally:
+            running.stop()
+        found = case.left(kind, folder / f"{runs}")
+        other = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
+        assert not other, f"{kind}, run {runs} in {folder}: {sorted(other)} are not those of the uninterrupted run"
+        count += running.kills
+    working_kills = sum(n for (_, stage), n in count.items() if stage == STAGES[WORKING])
+    whole = f"{kills} kills over {runs} runs in {time.monotonic() - began:.0f} s, {working_kills} at work, all as uninterrupted"
+    print(f"{'cold ' * cold}{kind}: {whole}: {dict(sorted(count.items()))}", flush=True)
+    return count
+
+
+KINDS = {"respond": 0.2, "capture": 0.25, "window": 0.3, "respond in parts": 0.1, "capture in parts": 0.1, "cold window": 0.05}
+
+
+@pytest.mark.slow
+def test_killed_engines_leave_what_uninterrupted_ones_leave(tmp_path):
+    """In a process of its own: of this one vLLM must not be a part, nor must what it patches."""
+    child = FORK.Process(target=main, args=(["6", "0", str(tmp_path)],))
+    child.start()
+    child.join(900)
+    assert child.exitcode == 0
+
+
+def main(words: list[str]) -> None:
+    total, seed, *folders = words
+    import_all()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder, count = Path(folders[0] if folders else temporary), Counter()
+        case = Case(folder)
+        for i, (kind, share) in enumerate(KINDS.items()):
+            count += torment(case, kind, folder / kind.replace(" ", "-"), max(1, round(int(total) * share)), int(seed) * 100 + i)
+        print(f"seed {seed}: {count.total()} kills: {dict(Counter(what for (what, _), n in count.items() for _ in range(n)))}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "command":
+        script, waits, *words = sys.argv[2:]
+        go(Command(script, words, 0, Path(waits) if waits else None))
+    else:
+        main(sys.argv[1:])
