@@ -1,9 +1,9 @@
 """Kills of real engines, of the commands that start them and of the training, at random moments: what is there in the end is what an
 uninterrupted run leaves, byte for byte.
 
-`python tests/test_kills_engine.py 200 7` kills 200 times with seed 7 and counts aloud. The launch scripts run as on a command line, and vLLM
-in a process of its own under each, but as forks of a process that has imported all of it: a start takes seconds, and most kills hit work.
-The last kind starts a new Python for each command and engine instead.
+`python tests/test_kills_engine.py 200 7` kills 200 times with seed 7 and counts aloud. The launch scripts run as on a command line, and
+vLLM in a process of its own under each, but as forks of a process that has imported all of it: a start takes seconds, and most kills hit
+work. The last kind starts a new Python for each command and engine instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ STEPS, PAUSE = 30, 0.1  # of the training; seconds before each
 LAUNCHING, STARTING, WORKING, ENDING = range(4)
 STAGES = ("before the engine", "engine starting", "at work", "after the engine")
 AT = FORK.RawArray("i", 2)  # where each command is, of those side by side
+PLACE = [0]  # of this process's command, in AT
 WORDS = f"conf=tiny_eagle3 target.spec={{}} data.limit=160 data.heldout_limit=8 data.max_length=192 train.steps={STEPS} train.threads=1 "
 WORDS += "train.save_every=3 train.val_every=15 train.log_every=1"
 
@@ -52,9 +53,9 @@ class Command(NamedTuple):
 class Forked:
     """In the place of subprocess.Popen for `python -m data.engine_child`: its lines in a fork of the command's process."""
 
-    def __init__(self, place: int, command: list[str], *, env: dict[str, str], **_: Any) -> None:
+    def __init__(self, command: list[str], *, env: dict[str, str], **_: Any) -> None:
         ours, theirs = os.pipe()
-        self.pid, self.place, self.code = os.fork(), place, None
+        self.pid, self.code = os.fork(), None
         if self.pid == 0:
             for number in (1, 2):
                 os.dup2(theirs, number)
@@ -62,7 +63,7 @@ class Forked:
             code = 1
             try:
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-                AT[place] = STARTING
+                AT[PLACE[0]] = STARTING
                 os.environ.update(env)
                 sys.argv = command[2:]
                 engine_child.main()
@@ -78,7 +79,7 @@ class Forked:
     def wait(self) -> int:
         if self.code is None:
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            AT[self.place] = ENDING
+            AT[PLACE[0]] = ENDING
         return self.code
 
     def kill(self) -> None:
@@ -102,11 +103,11 @@ def import_all() -> None:
     report, step = worker.report, data.batch.Batches.step
 
     def told(done: int, note: str) -> None:
-        AT[engine_job.subprocess.place] = WORKING  # ty: the stand-in below
+        AT[PLACE[0]] = WORKING
         report(done, note)
 
     def stepped(self: Any, i: int, accum: int) -> Any:
-        AT[engine_job.subprocess.place] = WORKING
+        AT[PLACE[0]] = WORKING
         return step(self, i, accum)
 
     worker.report, data.batch.Batches.step = told, stepped
@@ -140,12 +141,12 @@ def process(command: Command, log: Path, cold: bool) -> None:
         os.dup2(f.fileno(), 1)
         os.dup2(f.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    AT[command.place] = LAUNCHING
+    PLACE[0] = command.place
+    AT[PLACE[0]] = LAUNCHING
     if cold:
         waits = str(command.waits_for or "")
         os.execv(sys.executable, [sys.executable, __file__, "command", command.script, waits, *command.words])
-    stand_in = SimpleNamespace(Popen=partial(Forked, command.place), PIPE=-1, STDOUT=-2, place=command.place)
-    engine_job.subprocess = stand_in  # ty: of this module alone
+    vars(engine_job)["subprocess"] = SimpleNamespace(Popen=Forked, PIPE=None, STDOUT=None)  # of this module alone
     go(command)
 
 
@@ -207,7 +208,8 @@ class Runs:
         i = rng.choice(alive)
         one, stage, script = self.processes[i], self.stage(i), self.commands[i].script
         engines = psutil.Process(one.pid).children() if rng.random() < 0.5 else []
-        (engines[0] if engines else one).kill()
+        with suppress(psutil.NoSuchProcess):  # it ended just now
+            (engines[0] if engines else one).kill()
         one.join(900)
         if one.exitcode == 0:
             return False
@@ -298,11 +300,17 @@ def main(words: list[str]) -> None:
     total, seed, *folders = words
     import_all()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        folder, count = Path(folders[0] if folders else temporary), Counter()
+        folder, count, faults = Path(folders[0] if folders else temporary), Counter(), []
         case = Case(folder)
         for i, (kind, share) in enumerate(KINDS.items()):
-            count += torment(case, kind, folder / kind.replace(" ", "-"), max(1, round(int(total) * share)), int(seed) * 100 + i)
-        print(f"seed {seed}: {count.total()} kills: {dict(Counter(what for (what, _), n in count.items() for _ in range(n)))}")
+            kills, place = max(1, round(int(total) * share)), folder / kind.replace(" ", "-")
+            try:
+                count += torment(case, kind, place, kills, int(seed) * 100 + i)
+            except AssertionError as fault:
+                faults.append(str(fault))
+                print(f"{kind}: {fault}", flush=True)
+        print(f"seed {seed}: {count.total()} kills, {len(faults)} faults: {dict(sorted(count.items()))}")
+    assert not faults, "\n".join(faults)
 
 
 if __name__ == "__main__":
