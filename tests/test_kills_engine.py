@@ -164,7 +164,7 @@ def torment(case: Case, kind: str, folder: Path, kills: int, seed: int) -> Count
     return count
 
 
-KINDS = {"respond": 0.2, "capture": 0.25, "window": 0.3, "respond in parts": 0.1, "capture in parts": 0.1, "cold window": 0.05}
+KINDS = {"respond": 0.2, "capture": 0.2, "window": 0.25, "respond in parts": 0.15, "capture in parts": 0.15, "cold window": 0.05}
 
 
 @pytest.mark.slow

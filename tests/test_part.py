@@ -123,6 +123,8 @@ def test_the_store_of_several_holds_what_that_of_one_does(parts, target, made, t
         live.capture(cfg, target, part)
     assert {split: states(tmp_path / "store" / split) for split in whole_store} == whole_store
     assert "sequences are still with other parts" in capsys.readouterr().out
+    names = [shard["file"] for shard in Store(tmp_path / "store/train").manifest["shards"]]
+    assert names == sorted(names)  # whoever ended first
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shard-*")}
     live.capture(cfg, target)  # nothing more to do for one
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shard-*")} == before
@@ -325,6 +327,30 @@ def test_what_a_part_is_still_writing_stays(tmp_path):
         collect(request(tmp_path, Part(0, 2), n=7, samples=1), slow)
     collect(request(tmp_path, WHOLE, n=7, samples=1), answer_some)
     assert len(read_answers(tmp_path / "train.jsonl")[0]) == 6
+
+
+def test_a_part_that_is_at_the_next_split_keeps_nobody_waiting(tmp_path):
+    with alone(tmp_path, "data.responses", Part(0, 2)):  # as it does until its last split
+        collect(request(tmp_path, Part(0, 2)), answer_some)
+        with alone(tmp_path, "data.responses", Part(1, 2)):
+            collect(request(tmp_path, Part(1, 2)), answer_some)
+    assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ASKED
+    assert not unfinished(tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*part-*.jsonl"))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_prompts_without_an_answer_stay_listed_where_two_end_at_once(first, tmp_path):
+    """The other has written its last answer, but not ended, when this one joins all; r3 is of part 1."""
+
+    def last(todo: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+        done = answer_some(todo, out)
+        collect(request(tmp_path, Part(first, 2)), answer_some)
+        return done
+
+    collect(request(tmp_path, Part(1 - first, 2)), last)
+    assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ASKED
+    assert [json.loads(line)["id"] for line in (tmp_path / "train.quarantine.jsonl").read_text().splitlines()] == ["r3"]
+    assert not unfinished(tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*part-*.jsonl"))
 
 
 # --- with the engine
