@@ -24,7 +24,7 @@ from train.config import ROOT
 
 SHARD_TOKENS, PAUSE = 1000, 0.1  # of the stores; seconds before each step of the training
 LAUNCHING, STARTING, WORKING, ENDING = range(4)
-STAGES = ("before the engine", "engine starting", "at work", "after the engine")
+STAGES = ("starting", "engine starting", "at work", "ending")
 AT = FORK.RawArray("i", 2)  # where each command is, of those side by side
 PLACE = [0]  # of this process's command, in AT
 

@@ -55,7 +55,7 @@ class Runs:
     def stage(self, i: int) -> int:
         if not self.cold:
             return AT[self.commands[i].place]
-        return WORKING if self.trace(i) != self.traces[i] else STARTING
+        return WORKING if self.trace(i) != self.traces[i] else LAUNCHING
 
     def finish(self) -> list[float]:
         """All of them to their end. Returns seconds of each stage, of all commands together."""

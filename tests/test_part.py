@@ -366,7 +366,7 @@ def engines(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         f"data.responses={folder}/answers",
         f"data.store={folder}/store",
     ]
-    yield [*words, "data.limit=9", "data.heldout_limit=3", "data.sampling.max_tokens=12", "data.max_length=120"], folder
+    yield [*words, "data.limit=9", "data.heldout_limit=3", "data.sampling.max_tokens=12", "data.max_length=460"], folder
 
 
 @pytest.mark.slow
