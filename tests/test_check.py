@@ -144,7 +144,7 @@ def damaged_store(folder, how):
         return [shards[0].name, "checksum", "launch/capture.py"]
     if how == "newer":
         path.write_text(json.dumps(manifest | {"format_version": 2}))
-        return ["manifest.json", "format version 2, this program reads 1", "launch/capture.py"]
+        return ["manifest.json", "format version 2, this program reads 1", "newer version", "launch/capture.py"]
     if how == "cut manifest":
         path.write_text(path.read_text()[:-50])
         return ["manifest.json", "not a store manifest", "launch/capture.py"]
