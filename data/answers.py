@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
 from data.identity import read_asked, read_meta, unfinished
-from data.lock import held, turn
+from data.lock import at_work, held, turn
 from data.manifest import replace_text
 from data.part import WHOLE, Part, part_files
 from data.prompts import jsonl_line, read_jsonl_tolerant, write_jsonl_line
@@ -69,12 +70,13 @@ def collect(request: Request, sample: Callable[[list[dict[str, Any]], Path], dic
     others = f", and {len(done) - there} to other prompts, which stay" if len(done) > there else ""
     print(f"respond: {len(todo)} answers to sample, {there} already in {out}{others}", flush=True)
     ran = {"seconds": 0.0, "generated_tokens": 0}
-    with turn(out.parent):
-        if todo or (own != out and there < len(wanted)):
-            unfinished(out).touch()
-        write_asked(out, request.asks, wanted)
-    if todo:
-        ran = sample(todo, own)
+    with at_work(own) if todo else nullcontext():
+        with turn(out.parent):
+            if todo or (own != out and there < len(wanted)):
+                unfinished(out).touch()
+            write_asked(out, request.asks, wanted)
+        if todo:
+            ran = sample(todo, own)
     if not join(request):
         print(f"respond: {request.part.name} has nothing more to do; the last of the {request.part.count} writes {out}", flush=True)
         return _summary(read_answers(own)[0] if own.exists() else [], ran)
@@ -114,13 +116,14 @@ def _too_long(request: Request) -> set[str]:
 
 def join(request: Request) -> bool:
     """Whether all that is asked is answered or set aside by one of as many parts: then request.out_path holds the answers of all parts,
-    in the order of the records, and their files are deleted, but for those of parts that still run. A kill at any moment leaves what the
-    next call can go on from: the mark goes once the answers are there, the files after it."""
+    in the order of the records, and their files are deleted, but for those that still grow. An engine ends answers in another
+    order after each kill; store and batches follow the file. A kill at any moment leaves what the next call can go on from: the mark goes
+    once the answers are there, the files after it."""
     out, part = request.out_path, request.part
     listed, several = out.with_suffix(".quarantine.jsonl"), part.count > 1
     with turn(out.parent):
         files, lists = part_files(out), part_files(listed)
-        if files or (several and unfinished(out).exists()):
+        if files or unfinished(out).exists():
             answers: dict[str, Any] = {}
             for path in [out, *files]:
                 answers |= {answer["id"]: answer for answer in read_answers(path)[0]} if path.exists() else {}
@@ -135,10 +138,10 @@ def join(request: Request) -> bool:
             replace_text(out, "".join(jsonl_line(answer) for answer in ordered))
             if several:  # one alone has just made its own list
                 set_aside(out, [line for name, line in aside.items() if name not in answers], anew=True)
-        running = [path for path in files if path != part.beside(out) and held(out.parent, f".lock-{path.name.split('.')[1]}")]
+        running = [path for path in files if path != part.beside(out) and held(out.parent, path.name)]
         if not running:
             unfinished(out).unlink(missing_ok=True)
-        for path in {*files, *lists} - {*running}:
+        for path in {*files} - {*running} if running else {*files, *lists}:  # whoever ends after us joins the lists again
             path.unlink(missing_ok=True)
         return True
 

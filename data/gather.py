@@ -43,7 +43,8 @@ def _adopt(whole: StoreWriter, part: Path) -> None:
     check_same_capture(part, theirs, whole.identity)
     own = {name: {**s, "file": name} for s in theirs["shards"] if is_whole(part, s) for name in [f"{part.name}/{s['file']}"]}
     listed = {s["file"]: s for s in mine["shards"] if s["file"] in own or not s["file"].startswith(f"{part.name}/")}
-    mine["shards"] = list((listed | own).values())  # in the places they had: a training draws its batches by them
+    # by name, not by who ended first: a training draws its batches in this order
+    mine["shards"] = sorted((listed | own).values(), key=lambda shard: ("/" in shard["file"], shard["file"]))
     whole.done = {name for shard in mine["shards"] for name in shard["ids"]} | whole.quarantined
     listed_aside = part / "quarantine.jsonl"
     for line in read_jsonl_tolerant(listed_aside)[0] if listed_aside.exists() else []:

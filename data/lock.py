@@ -65,3 +65,12 @@ def turn(folder: Path, name: str = ".turn") -> Iterator[None]:
         with suppress(OSError):  # a file system that knows no locks
             fcntl.flock(f, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def at_work(path: Path) -> Iterator[None]:
+    """Inside, `held(path.parent, path.name)` is true for all others: the file, which is made, may still grow."""
+    with path.open("a") as f:
+        with suppress(OSError):  # a file system that knows no locks
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield

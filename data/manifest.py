@@ -203,7 +203,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a store manifest ({error!r}). {anew()}") from error
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}. {anew()}")
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        mend = "A newer version of this program wrote it: update this one, or delete" if newer else "Delete"
+        raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}. {mend}{anew().removeprefix('Delete')}")
     missing = [key for key in (*IDENTITY, "closed", *COUNTS, "shards") if key not in manifest]
     faults = (
         [f"it has no {', no '.join(missing)}"] if missing else [fault for shard in manifest["shards"] for fault in _shard_faults(shard)]

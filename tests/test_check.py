@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from conftest import refused
 
 from data import check
 from data.builtin import build_tiny
@@ -125,3 +126,47 @@ def test_a_changed_byte_is_found(target, sequences, tmp_path):
     shard.write_bytes(bytes(data))
     with pytest.raises(UserError, match=shard.name):
         check.check_store(tmp_path / "train", check.Reference(target), tmp_path / "none", 1)
+
+
+def damaged_store(folder, how):
+    """Damages the store in `folder`. Returns the words that say it."""
+    path, shards = folder / "manifest.json", sorted(folder.glob("shard-*"))
+    manifest = json.loads(path.read_text())
+    if how == "cut":
+        shards[0].write_bytes(shards[0].read_bytes()[:-100])
+        return [shards[0].name, "bytes, the manifest says", "launch/capture.py"]
+    if how == "missing":
+        shards[0].unlink()
+        return [shards[0].name, "is missing", "launch/capture.py"]
+    if how == "swapped":  # with another of as many bytes, as of another store
+        data = shards[0].read_bytes()
+        shards[0].write_bytes(data[:-8] + data[:8])
+        return [shards[0].name, "checksum", "launch/capture.py"]
+    if how == "newer":
+        path.write_text(json.dumps(manifest | {"format_version": 2}))
+        return ["manifest.json", "format version 2, this program reads 1", "newer version", "launch/capture.py"]
+    if how == "cut manifest":
+        path.write_text(path.read_text()[:-50])
+        return ["manifest.json", "not a store manifest", "launch/capture.py"]
+    path.unlink()
+    return ["manifest.json", "no such file", "launch/capture.py"]
+
+
+@pytest.mark.parametrize("how", ["cut", "missing", "swapped", "newer", "cut manifest", "no manifest"])
+def test_a_damaged_store_is_told_in_one_line(target, sequences, tmp_path, how):
+    write(tmp_path, target, sequences)
+    words = damaged_store(tmp_path / "train", how)
+    refused(lambda: check.check_store(tmp_path / "train", check.Reference(target), tmp_path / "none", 1), *words)
+
+
+def test_a_shard_of_another_store_is_told_even_where_the_manifest_lists_it(target, sequences, tmp_path):
+    """Its file and its line of the manifest both come from a store of another target: the checksum is right, the states are not."""
+    write(tmp_path / "ours", target, sequences)
+    write(tmp_path / "other", target, sequences, lambda name, **x: x | {"taps": torch.randn_like(x["taps"]), "last": x["last"].flip(0)})
+    ours, other = tmp_path / "ours/train", tmp_path / "other/train"
+    (ours / "shard-00000.safetensors").write_bytes((other / "shard-00000.safetensors").read_bytes())
+    refused(lambda: check.check_store(ours, check.Reference(target), tmp_path / "none", 1), "shard-00000", "checksum")
+    manifest = json.loads((ours / "manifest.json").read_text())
+    (ours / "manifest.json").write_text(json.dumps(manifest | {"shards": json.loads((other / "manifest.json").read_text())["shards"]}))
+    faults, _, _ = check.check_store(ours, check.Reference(target), tmp_path / "none", 4)
+    assert {fault.cause for fault in faults} == {"tap", "last"}

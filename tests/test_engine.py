@@ -301,9 +301,9 @@ def test_a_killed_respond_goes_on_where_it_was(target: Path, tmp_path: Path) -> 
     before = out.read_bytes()
     before = before[: before.rfind(b"\n") + 1]
     answer(target, out, prompts(n), samples=1)
-    assert out.read_bytes().startswith(before)
+    assert set(before.splitlines()) <= set(out.read_bytes().splitlines())
     answers, _ = read_jsonl_tolerant(out)
-    assert Counter(a["id"] for a in answers) == Counter(f"r{i}#0" for i in range(n))
+    assert [a["id"] for a in answers] == [f"r{i}#0" for i in range(n)]
 
 
 @pytest.mark.slow

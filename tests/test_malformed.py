@@ -150,3 +150,30 @@ def test_damaged_lines_of_plain_text(tmp_path):
     assert [r.messages[0]["content"] for r in records] == [f"What is {i}?" for i in range(rows)]
     assert [(line["file"], line["line"]) for line in bad] == [("p.txt", 2 * i + 2) for i in range(rows)]
     assert all("UTF-8" in line["reason"] for line in bad) and rows >= DAMAGED
+
+
+SAVED_JUNK: list[Any] = [None, "", " \n", "narrator", "\x00", '{"a": 1}', "\u00ad"]
+
+
+@pytest.mark.parametrize("kind", ["messages", "sharegpt"])
+def test_damaged_rows_of_a_folder_of_save_to_disk(kind, tmp_path):
+    """One folder, whose columns have a type each: what is damaged are values, turns and whole conversations."""
+    import datasets
+
+    rng, rows, key = random.Random(kind), 250, "messages" if kind == "messages" else "conversations"
+    whole = {"id": "x", key: ROWS[kind][key]}
+
+    def bad(i: int) -> dict[str, Any]:
+        row = copy.deepcopy(whole | {"id": f"x{i}"})
+        if rng.random() < 0.3:
+            row[key] = rng.choice([None, [], [None], row[key][-1:], [*row[key], None]])
+        else:
+            turn = rng.choice(row[key])
+            turn[rng.choice(list(turn))] = rng.choice(SAVED_JUNK)
+        return row
+
+    sound = [copy.deepcopy(whole | {"id": f"good{i}"}) for i in range(rows)]
+    for i, row in enumerate(sound):  # each another text: a record may not come twice
+        row[key][-2]["content" if kind == "messages" else "value"] = f"What is {i}?"
+    datasets.Dataset.from_list([row for i in range(rows) for row in (sound[i], bad(i))]).save_to_disk(tmp_path / "saved")
+    assert check(tmp_path, "saved", rows, rows, lambda i: ("saved", 2 * i + 2)) >= DAMAGED

@@ -17,6 +17,7 @@ import torch
 from conftest import refused, store_manifest
 from live import LONGEST, config
 
+import data.answers
 import data.capture
 import data.engine
 from data.answers import Request, collect, read_answers
@@ -123,6 +124,8 @@ def test_the_store_of_several_holds_what_that_of_one_does(parts, target, made, t
         live.capture(cfg, target, part)
     assert {split: states(tmp_path / "store" / split) for split in whole_store} == whole_store
     assert "sequences are still with other parts" in capsys.readouterr().out
+    names = [shard["file"] for shard in Store(tmp_path / "store/train").manifest["shards"]]
+    assert names == sorted(names)  # whoever ended first
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shard-*")}
     live.capture(cfg, target)  # nothing more to do for one
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("shard-*")} == before
@@ -228,6 +231,20 @@ def test_the_answers_of_several_are_those_of_one_in_the_order_of_the_records(par
     assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == [*ASKED, "r7#0", "r7#1", "r8#0", "r8#1"]
 
 
+@pytest.mark.parametrize("most", range(0, len(ASKED), 3))
+def test_one_engine_leaves_the_same_bytes_wherever_it_was_killed(most, tmp_path, monkeypatch):
+    collect(request(tmp_path / "whole"), answer_some)
+    killed = tmp_path / "killed"
+    with pytest.raises(Killed):
+        collect(request(killed), lambda todo, out: answer_some(todo, out, most))
+    with monkeypatch.context() as patch, pytest.raises(Killed):  # all answers are there, in the order in which they ended
+        patch.setattr(data.answers, "join", lambda _: (_ for _ in ()).throw(Killed))
+        collect(request(killed), answer_some)
+    collect(request(killed), answer_some)
+    assert (killed / "train.jsonl").read_bytes() == (tmp_path / "whole/train.jsonl").read_bytes()
+    assert [a["id"] for a in read_answers(killed / "train.jsonl")[0]] == ASKED
+
+
 @pytest.mark.parametrize("then", [[WHOLE], *WHOLE_RUNS])
 def test_another_number_of_engines_samples_only_what_is_left(then, tmp_path):
     for part, most in ((WHOLE, 2), (Part(0, 2), 1), (Part(1, 2), 2)):
@@ -324,6 +341,30 @@ def test_a_part_with_nothing_of_its_own_leaves_no_folder(tmp_path):
     assert [path.name for path in tmp_path.glob("part-*")] == ["part-0-of-2"] and Store(tmp_path).ids == ["a"]
 
 
+def test_a_part_that_is_at_the_next_split_keeps_nobody_waiting(tmp_path):
+    with alone(tmp_path, "data.responses", Part(0, 2)):  # as it does until its last split
+        collect(request(tmp_path, Part(0, 2)), answer_some)
+        with alone(tmp_path, "data.responses", Part(1, 2)):
+            collect(request(tmp_path, Part(1, 2)), answer_some)
+    assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ASKED
+    assert not unfinished(tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*part-*.jsonl"))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_prompts_without_an_answer_stay_listed_where_two_end_at_once(first, tmp_path):
+    """The other has written its last answer, but not ended, when this one joins all; r3 is of part 1."""
+
+    def last(todo: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+        done = answer_some(todo, out)
+        collect(request(tmp_path, Part(first, 2)), answer_some)
+        return done
+
+    collect(request(tmp_path, Part(1 - first, 2)), last)
+    assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ASKED
+    assert [json.loads(line)["id"] for line in (tmp_path / "train.quarantine.jsonl").read_text().splitlines()] == ["r3"]
+    assert not unfinished(tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*part-*.jsonl"))
+
+
 # --- with the engine
 
 
@@ -337,7 +378,7 @@ def engines(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         f"data.responses={folder}/answers",
         f"data.store={folder}/store",
     ]
-    yield [*words, "data.limit=9", "data.heldout_limit=3", "data.sampling.max_tokens=12", "data.max_length=120"], folder
+    yield [*words, "data.limit=9", "data.heldout_limit=3", "data.sampling.max_tokens=12", "data.max_length=460"], folder
 
 
 @pytest.mark.slow
