@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from data.builtin import BUILTIN
 from data.errors import UserError
 from data.files import read_object
-from data.target_config import check_supported, gemma4, rope
+from data.target_config import check_supported, gemma4, glm4_moe, rope
 from heads.base import Frozen, TargetSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 SAMPLES, SAMPLE_BYTES = 16, 65536  # per weight file, for the fingerprint
 
-EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
+EMBEDDING = re.compile(r"(^|(?<!\d)\.)embed_tokens\.weight$")  # not the copy of an MTP module, `layers.<n>.embed_tokens`
 LM_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 FINAL_NORM = re.compile(r"(^|^model\.|(^|\.)language_model\.|(^|\.)language_model\.model\.)norm\.weight$")
 
@@ -172,6 +172,7 @@ def spec(folder: Path) -> TargetSpec:
         architecture=str((whole.get("architectures") or config.get("architectures") or ["unknown"])[0]),
         # Model families disagree on the default of this key, so where config.json omits it the weights decide.
         tied_embeddings=bool(tied) if tied is not None else not any(LM_HEAD.search(name) for name in _tensor_files(folder)),
+        moe=glm4_moe(config, folder / "config.json") if config.get("model_type") == "glm4_moe" else None,
         **(gemma4(folder) if config.get("model_type") == "gemma4_text" else {}),
     )
     return _sound(found, str(folder / "config.json"))
