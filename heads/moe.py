@@ -54,8 +54,8 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Every expert runs in every pass, be it on no row at all: so all ranks gather the same parameters in the same order (ZeRO 3), and an
-    expert that was not chosen has a gradient of zeros."""
+    """Every expert runs in every pass, be it on no row at all: one that was not chosen has a gradient of zeros, and all ranks sum the same
+    gradients in the same order."""
 
     def __init__(self, spec: TargetSpec, moe: Moe) -> None:
         super().__init__()

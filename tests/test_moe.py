@@ -6,10 +6,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 
+import live
 import pytest
 import torch
 from conftest import SPEC, batch_of, ready, refused
+from safetensors.torch import load_file
+from test_cli import folders, run
 from test_heads import (  # noqa: F401 (collected here too, with the head of this file)
     test_a_depth_worked_out_again_has_the_same_gradient_and_keeps_less,
     test_causality,
@@ -33,7 +38,7 @@ from eval.layouts import check_config
 from heads import build
 from heads.base import TargetSpec
 from heads.moe import MixtureOfExperts
-from train import plan, sizes
+from train import checkpoint, plan, sizes
 from train.config import load
 
 NATIVE = {"_target_": "heads.mtp_native.NativeMTP", "depths": 3, "depth_decay": 0.8, "loss": "kl", "loss_chunk": 1024}
@@ -249,3 +254,46 @@ def test_a_target_spec_without_its_experts_is_refused():
 
 def test_other_heads_still_refuse_a_part_of_each_head():
     refused(lambda: plan.build_on_meta(load(["conf=tiny_mtp"]), GLM), "partial_rotary_factor=0.5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["zero=stage2"], ["zero=stage3"]], ids=["stage2", "stage3"])
+def test_two_ranks_give_the_head_of_one(words, tmp_path):
+    """Also where an expert is chosen on one rank alone."""
+    target, made = build_tiny_glm4_moe(tmp_path / "target"), tmp_path / "made"
+    made.mkdir()
+    live.make_answers(target, made)
+    conf, online = "tiny_glm4_moe_mtp", ["data.states=online", *words]
+    one = live.train(live.config(target, made, tmp_path / "one", "train.accum=2", *online, conf=conf), target)
+    script = tmp_path / "two.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = [{str(plan.ROOT)!r}, {str(plan.ROOT / 'tests')!r}]\n"
+        "from pathlib import Path\nimport live as t\n"
+        f"target, made, run = map(Path, {[str(target), str(made), str(tmp_path / 'two')]!r})\n"
+        f"t.train(t.config(target, made, run, *{online!r}, conf={conf!r}), target)\nt.dist.stop()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    two = checkpoint.load_head(tmp_path / "two" / "step-000006")
+    assert all(torch.allclose(one[key], two[key], rtol=1e-4, atol=1e-6) for key in one)
+    bias = next(key for key in one if key.endswith("e_score_correction_bias"))
+    stored = load_file(target / "model.safetensors")["model.layers.2.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(one[bias], stored) and torch.equal(two[bias], stored)
+
+
+@pytest.mark.slow
+def test_the_whole_way_in_the_engine(tmp_path):
+    """Prompts to report: answers are the target's own, and the module accepts what the engine accepts."""
+    command = [sys.executable, plan.ROOT / "launch" / "run.py", "conf=tiny_glm4_moe_mtp", *folders(tmp_path)]
+    status, out, err, _ = run(command, plan.ROOT)
+    assert status == 0, out[-3000:] + err[-3000:]
+    report = json.loads((tmp_path / "run" / "eval" / "report.json").read_text())
+    offline, cells = report["offline"], [m for m in report["methods"] if m["method"] == "head"]
+    assert cells and all(m["lossless"] == 1.0 for m in report["methods"])
+    there = [m for m in cells if m["k"] == len(offline["accepted_per_position"])]
+    for cell in there:
+        assert offline["drafts"] == cell["drafts"]
+        for here, engine in zip(offline["accepted_per_position"], cell["accepted_per_position"], strict=True):
+            assert 0 <= engine - here <= offline["unjudged_drafts"]
+    assert there
