@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+WHOLE = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLES, SAMPLE_BYTES = 16, 65536  # per weight file, for the fingerprint
 
 EMBEDDING = re.compile(r"(^|(?<!\d)\.)embed_tokens\.weight$")  # not the copy of an MTP module, `layers.<n>.embed_tokens`
@@ -191,14 +192,20 @@ def frozen(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Froz
 
 
 def tensors(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of these names, as they are stored. UserError: the target has none of such a name."""
+    """Tensors of these names, as they are stored. UserError: the target has none of such a name, or has it rounded."""
     files = _tensor_files(folder)
     if missing := [name for name in names if name not in files]:
         raise UserError(
             f"target folder {folder}: no tensor {missing[0]}, with which this head begins ({len(missing)} are missing): its config names "
             "a family that ships this module, but it was saved without; download the whole target, or choose another head"
         )
-    return {name: _open(files[name], lambda f, name=name: f.get_tensor(name)) for name in names}
+    found = {name: _open(files[name], lambda f, name=name: f.get_tensor(name)) for name in names}
+    if rounded := [name for name, x in found.items() if x.dtype not in WHOLE]:
+        raise UserError(
+            f"target folder {folder}: {rounded[0]} is stored as {found[rounded[0]].dtype} ({len(rounded)} are rounded): the head begins with "
+            "these tensors and cannot read their scales; name the target that is not quantised"
+        )
+    return found
 
 
 def final_norm(folder: Path) -> torch.Tensor:

@@ -74,6 +74,9 @@ def test_a_family_that_is_not_known_and_a_target_without_its_module_are_refused(
     save_file({name: x for name, x in stored.items() if not name.startswith(MODULES[family])}, tmp_path / "model.safetensors")
     names = build(NATIVE, spec(native)).begins_as.values()
     refused(lambda: tensors(tmp_path, names), f"no tensor {MODULES[family]}", "another head")
+    name = f"{MODULES[family]}mlp.shared_experts.up_proj.weight" if family == "glm4_moe" else f"{MODULES[family]}mlp.up_proj.weight"
+    save_file(stored | {name: stored[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    refused(lambda: tensors(tmp_path, names), name, "float8", "not quantised")
 
 
 @pytest.fixture(scope="module")
