@@ -200,10 +200,11 @@ def tensors(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
             "a family that ships this module, but it was saved without; download the whole target, or choose another head"
         )
     found = {name: _open(files[name], lambda f, name=name: f.get_tensor(name)) for name in names}
-    if rounded := [name for name, x in found.items() if x.dtype not in WHOLE]:
+    if rounded := {name: x.dtype for name, x in found.items() if x.dtype not in WHOLE}:
+        name, dtype = next(iter(rounded.items()))
         raise UserError(
-            f"target folder {folder}: {rounded[0]} is stored as {found[rounded[0]].dtype} ({len(rounded)} are rounded): the head begins with "
-            "these tensors and cannot read their scales; name the target that is not quantised"
+            f"target folder {folder}: {name} is stored as {dtype} ({len(rounded)} are rounded): the head begins with these tensors and does "
+            "not read their scales; name the target that is not quantised"
         )
     return found
 
