@@ -203,7 +203,7 @@ def tensors(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
     if rounded := {name: x.dtype for name, x in found.items() if x.dtype not in WHOLE}:
         name, dtype = next(iter(rounded.items()))
         raise UserError(
-            f"target folder {folder}: {name} is stored as {dtype} ({len(rounded)} are rounded): the head begins with these tensors and does "
+            f"target folder {folder}: {name} is stored as {dtype} ({len(rounded)} are rounded): the head begins with these and does "
             "not read their scales; name the target that is not quantised"
         )
     return found
