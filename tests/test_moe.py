@@ -44,6 +44,7 @@ from train.config import load
 NATIVE = {"_target_": "heads.mtp_native.NativeMTP", "depths": 3, "depth_decay": 0.8, "loss": "kl", "loss_chunk": 1024}
 MOE = {"experts": 6, "chosen": 2, "shared": 1, "expert_size": 24, "dense_layers": 1, "renormalize": True, "scale": 1.5}
 MOE |= {"qkv_bias": True, "qk_norm": True}
+CORRECTION = torch.linspace(0.4, -0.4, MOE["experts"])  # with which every expert of the head below has some row
 PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
 GLM = dataclasses.replace(SPEC, architecture="Glm4MoeForCausalLM", kinds=None, moe=MOE, rope_scaling=PARTIAL)
 AIR = TargetSpec(  # config.json of GLM-4.5-Air
@@ -72,7 +73,7 @@ def random_head(moe: dict | None = None, dtype: torch.dtype = torch.float64):
     head = ready(NATIVE, dtype, dataclasses.replace(GLM, moe=moe or MOE))
     for gate in (module.gate for module in head.modules() if isinstance(module, MixtureOfExperts)):
         torch.nn.init.normal_(gate.weight, std=0.3)
-        gate.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, MOE["experts"]))
+        gate.e_score_correction_bias.copy_(CORRECTION)
     return head
 
 
@@ -121,7 +122,7 @@ def test_the_correction_chooses_and_weighs_nothing():
 def test_the_correction_is_no_parameter_and_stays_float32():
     head = random_head().bfloat16()
     name, value = next((n, b) for n, b in head.named_buffers() if n.endswith("e_score_correction_bias"))
-    assert torch.equal(value, torch.linspace(-0.1, 0.1, MOE["experts"])) and name in head.begins_as
+    assert torch.equal(value, CORRECTION) and name in head.begins_as
     assert name not in dict(head.named_parameters()) and head.block.mlp.gate.weight.dtype == torch.bfloat16
 
 
@@ -192,7 +193,7 @@ def test_a_published_size_is_planned_by_its_numbers():
     beside = 2 * D * D + 2 * D * q + q + 2 * (D + 1) * kv + 128 * D + 5 * D  # projection, attention with biases, router, five norms
     assert sum(p.numel() for p in head.parameters()) == beside + 129 * expert
     assert sizes.target_parameters(AIR) == pytest.approx(106e9, rel=0.02)
-    assert sizes.target_flops(AIR, 0) / 2 + sizes.frozen_parameters(AIR) == pytest.approx(12e9, rel=0.1)
+    assert sizes.target_flops(AIR, 0) / 2 == pytest.approx(12e9, rel=0.05)
     rows, outputs = plan.worked(head, 4096)
     met = 2 * D * D + 2 * D * (q + kv) + 128 * D + 9 * expert
     expected = 2 * D * 151552 + (rows * (6 * met + 12 * q * 1024) + outputs * 4 * D * 151552) / 4096
