@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from data import builtin_glm4_moe as glm4_moe
 from data.errors import UserError
 
 CHATML = (
@@ -217,6 +218,14 @@ def build_tiny_gemma4(folder: Path) -> Path:
     return _write(folder, config, tensors, _tiny_tokenizer(V), CHATML, TINY_NOTE)
 
 
+def build_tiny_glm4_moe(folder: Path) -> Path:
+    """A random GLM-4-MoE of two layers (V 512, D 64), seeded, float32: biases and norms on q and k, half of each head rotated, experts, and
+    an MTP module."""
+    if folder.is_dir():
+        return folder
+    return _write(folder, glm4_moe.config() | TOKENS, glm4_moe.tensors(), _tiny_tokenizer(glm4_moe.V), CHATML, TINY_NOTE)
+
+
 def _tiny_tokenizer(V: int) -> Tokenizer:
     """Three special tokens, the 256 bytes, and pairs of common letters up to V tokens."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -266,4 +275,5 @@ BUILTIN: dict[str, Callable[[Path], Path]] = {
     "tiny": build_tiny,
     "tiny_mimo": partial(build_tiny, mimo=True),
     "tiny_gemma4": build_tiny_gemma4,
+    "tiny_glm4_moe": build_tiny_glm4_moe,
 }

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "\x1edraftsmith "  # begins a line of progress on the child's stdout
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # not meant for the engine
-CAPTURED_AS = {"MiMoForCausalLM": "DraftsmithMiMo"}  # vLLM's class hands out no residual streams: the class of our plug-in that does
+# Their classes in vLLM hand out no residual streams: the classes of our plug-in that do.
+CAPTURED_AS = {"MiMoForCausalLM": "DraftsmithMiMo", "Glm4MoeForCausalLM": "DraftsmithGlm4Moe"}
 LOG_LINES = 12  # of a dead child, shown in the error
 
 

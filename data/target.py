@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from data.builtin import BUILTIN
 from data.errors import UserError
 from data.files import read_object
-from data.target_config import check_supported, gemma4, rope
+from data.target_config import check_supported, gemma4, glm4_moe, rope
 from heads.base import Frozen, TargetSpec
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+WHOLE = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLES, SAMPLE_BYTES = 16, 65536  # per weight file, for the fingerprint
 
-EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
+EMBEDDING = re.compile(r"(^|(?<!\d)\.)embed_tokens\.weight$")  # not the copy of an MTP module, `layers.<n>.embed_tokens`
 LM_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 FINAL_NORM = re.compile(r"(^|^model\.|(^|\.)language_model\.|(^|\.)language_model\.model\.)norm\.weight$")
 
@@ -172,6 +173,7 @@ def spec(folder: Path) -> TargetSpec:
         architecture=str((whole.get("architectures") or config.get("architectures") or ["unknown"])[0]),
         # Model families disagree on the default of this key, so where config.json omits it the weights decide.
         tied_embeddings=bool(tied) if tied is not None else not any(LM_HEAD.search(name) for name in _tensor_files(folder)),
+        moe=glm4_moe(config, folder / "config.json") if config.get("model_type") == "glm4_moe" else None,
         **(gemma4(folder) if config.get("model_type") == "gemma4_text" else {}),
     )
     return _sound(found, str(folder / "config.json"))
@@ -190,14 +192,21 @@ def frozen(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Froz
 
 
 def tensors(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of these names, as they are stored. UserError: the target has none of such a name."""
+    """Tensors of these names, as they are stored. UserError: the target has none of such a name, or has it rounded."""
     files = _tensor_files(folder)
     if missing := [name for name in names if name not in files]:
         raise UserError(
             f"target folder {folder}: no tensor {missing[0]}, with which this head begins ({len(missing)} are missing): its config names "
             "a family that ships this module, but it was saved without; download the whole target, or choose another head"
         )
-    return {name: _open(files[name], lambda f, name=name: f.get_tensor(name)) for name in names}
+    found = {name: _open(files[name], lambda f, name=name: f.get_tensor(name)) for name in names}
+    if rounded := {name: x.dtype for name, x in found.items() if x.dtype not in WHOLE}:
+        name, dtype = next(iter(rounded.items()))
+        raise UserError(
+            f"target folder {folder}: {name} is stored as {dtype} ({len(rounded)} are rounded): the head begins with these and does "
+            "not read their scales; name the target that is not quantised"
+        )
+    return found
 
 
 def final_norm(folder: Path) -> torch.Tensor:

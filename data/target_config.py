@@ -1,4 +1,5 @@
-"""What a target's config.json says in its family's words: rotary embedding, Gemma 4's kinds of attention, and what no head can follow."""
+"""What a target's config.json says in its family's words: rotary embedding, Gemma 4's kinds of attention, GLM-4-MoE's experts, and what no
+head can follow."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from heads.target import Moe
 
 # Keys by which Gemma 2, Granite, Cohere and MiniCPM scale or cap embeddings and logits, and families with norms of another formula.
 # Gemma 4 (`gemma4`) has the plain norm again, and a head may know of its scale and cap.
@@ -49,6 +51,28 @@ def gemma4(folder: Path) -> dict[str, Any]:
             "rope_scaling": scaling,
         }
     return {"embed_scale": config.hidden_size**0.5, "logit_softcap": config.final_logit_softcapping, "kinds": kinds}
+
+
+def glm4_moe(config: dict[str, Any], path: Path) -> Moe:
+    """What a TargetSpec says of the layers of a GLM-4-MoE. UserError: a key is missing, or experts are chosen by groups, which none of this
+    family asks for."""
+    keys = {"experts": "n_routed_experts", "chosen": "num_experts_per_tok", "shared": "n_shared_experts"}
+    keys |= {"expert_size": "moe_intermediate_size", "dense_layers": "first_k_dense_replace"}
+    if missing := [key for key in keys.values() if not isinstance(config.get(key), int)]:
+        raise UserError(f"{path}: no number for {', '.join(missing)}, which a glm4_moe needs: download the target again")
+    if (groups := config.get("n_group", 1)) != 1:
+        raise UserError(f"{path}: n_group={groups}: experts that are chosen by groups are not supported; known is n_group=1")
+    return {
+        "experts": config[keys["experts"]],
+        "chosen": config[keys["chosen"]],
+        "shared": config[keys["shared"]],
+        "expert_size": config[keys["expert_size"]],
+        "dense_layers": config[keys["dense_layers"]],
+        "renormalize": bool(config.get("norm_topk_prob", True)),
+        "scale": float(config.get("routed_scaling_factor", 1.0)),
+        "qkv_bias": bool(config.get("attention_bias", False)),
+        "qk_norm": bool(config.get("use_qk_norm", False)),
+    }
 
 
 def rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -26,6 +26,7 @@ from data.errors import UserError
 from data.files import read_object
 from eval import quantize
 from eval.layouts import LAYOUTS, check_config
+from eval.moe_layout import FLOAT32
 from heads import build
 from heads.base import DraftHead, Export, Frozen, TargetSpec
 
@@ -98,7 +99,8 @@ def engine_files(head: DraftHead, dtype: torch.dtype, quantization: str | None) 
     assert not forgotten, f"{type(head).__name__}.export names no tensor for {forgotten}"
     whole = {theirs: state[ours] for ours, theirs in export.names.items()} | export.extra
     assert len(whole) == len(export.names) + len(export.extra), "two tensors under one name"
-    tensors, config = {name: cast(tensor, dtype) for name, tensor in whole.items()}, engine_config(export, dtype)
+    tensors = {name: cast(tensor, torch.float32 if name.endswith(FLOAT32) else dtype) for name, tensor in whole.items()}
+    config = engine_config(export, dtype)
     full = quantize.size_of(tensors)
     if quantization is not None:
         small, config["quantization_config"] = quantize.rounded(whole, quantization, dtype)
@@ -200,6 +202,7 @@ def _check_tensors(path: Path, config: dict[str, Any], method: str) -> list[str]
     """Faults of the tensors against those that the engine's class reads."""
     shapes, optional = LAYOUTS[method, config["architectures"][0]](config)
     shapes, dtypes = quantize.stored(shapes, config) if "quantization_config" in config else (shapes, {})
+    dtypes |= {name: torch.float32 for name in shapes if name.endswith(FLOAT32)}
     faults = []
     with safe_open(path, framework="pt") as f:
         plain = {name.replace("midlayer.", "layers.0."): name for name in f.keys()}  # noqa: SIM118 (no mapping)

@@ -1,6 +1,6 @@
 """What vLLM's (0.32) draft classes read: the config keys that must not be left to a default, and every tensor with its shape.
 
-One function per (method, architecture), here and in eval/query_layout.py. Sources: model_executor/models/{llama_eagle3,mimo_mtp,
+One function per (method, architecture), here and in eval/{query,moe}_layout.py. Sources: model_executor/models/{llama_eagle3,mimo_mtp,
 llama_eagle,llama,medusa,qwen3_dflash,qwen3_dspark}.py, and eval/vllm_plugin for the architectures that vLLM itself does not have.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from eval.moe_layout import check_moe_config, glm4_moe_mtp
 from eval.query_layout import check_query_config, query_layers
 from heads.base import TargetSpec
 
@@ -42,6 +43,8 @@ def check_config(config: dict[str, Any], serving: dict[str, Any], target: Target
         return _check_medusa(config, serving, target)
     if "text_config" in config:
         return check_query_config(config, target)
+    if "n_routed_experts" in config:
+        return check_moe_config(config, serving, target)
     eagle3, blocks = serving["method"] == "eagle3", serving["method"] in ("dflash", "dspark")
     keys = [*LLAMA_KEYS, *(EAGLE3_KEYS if eagle3 else []), *(BLOCK_KEYS if blocks else [])]
     keys += MARKOV_KEYS if "DSpark" in architecture else []
@@ -281,6 +284,7 @@ def dspark(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
 LAYOUTS: dict[tuple[str, str], Layout] = {
     ("eagle3", "LlamaForCausalLMEagle3"): eagle3,
     ("mtp", "MiMoForCausalLM"): mimo_mtp,
+    ("mtp", "Glm4MoeForCausalLM"): glm4_moe_mtp,
     ("mtp", "Gemma4AssistantForCausalLM"): query_layers,
     ("eagle", "LlamaForCausalLM"): eagle,
     ("draft_model", "LlamaForCausalLM"): llama,

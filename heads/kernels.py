@@ -89,9 +89,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @fused
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = wide(x).chunk(2, dim=-1)
+    half = cos.shape[-1]
+    a, b, still = wide(x).split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, still.expand(len(cos), -1, -1)], dim=-1).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -107,7 +108,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout. x [R, N, H], or [1, N, H] where all rows are the same; cos, sin [R, H/2]."""
+    """Rotary embedding in the half-split layout. x [R, N, H], or [1, N, H] where all rows are the same; cos, sin [R, H/2], or fewer
+    columns, which turn the first part of each head alone."""
     return _Rotate.apply(x, cos, sin)
 
 

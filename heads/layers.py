@@ -56,16 +56,15 @@ def _yarn(inv_freq: Tensor, s: dict[str, Any], theta: float, size: int) -> tuple
 
 
 def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [*, H/2] float32 of rotary embedding at integer `positions`, for every scaling kind that Llama-like targets use."""
-    size, theta, s = spec.head_dim, spec.rope_theta, spec.rope_scaling or {}
+    """cos and sin [*, H/2] float32 of rotary embedding at integer `positions`, for every scaling kind that Llama-like targets use; of the
+    part of each head that turns, where that is not the whole."""
+    theta, s = spec.rope_theta, spec.rope_scaling or {}
+    kind, scale, part = s.get("rope_type", s.get("type", "default")), 1.0, s.get("partial_rotary_factor", 1.0)
+    size = spec.head_dim if kind == "proportional" else int(spec.head_dim * part)
     # The same operations in the same order as transformers and vLLM: float32 rounding of the angles then agrees too.
     inv_freq = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
-    kind, scale = s.get("rope_type", s.get("type", "default")), 1.0
-    part = s.get("partial_rotary_factor", 1.0)
     if kind == "proportional":  # Gemma 4: the first frequencies turn, the others stand still
         inv_freq = inv_freq * (torch.arange(size // 2, device=positions.device) < int(part * size // 2))
-    elif part != 1.0:
-        raise ValueError(f"rotary embedding of a part of each head (partial_rotary_factor={part}) is not supported")
     elif kind == "linear":
         inv_freq = inv_freq / s["factor"]
     elif kind == "llama3":
@@ -80,10 +79,21 @@ def rope_tables(spec: TargetSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 class Attention(nn.Module):
     """Grouped-query attention of one draft layer over all depths: causal over depth 0, own chain beyond it. own_kv: makes keys and
-    values, which a subclass may find elsewhere."""
+    values, which a subclass may find elsewhere. qk_norm: a norm on each head's q and k. partial: a part of each head may turn."""
 
-    def __init__(self, spec: TargetSpec, input_size: int, qkv_bias: bool = False, own_kv: bool = True) -> None:
+    def __init__(
+        self,
+        spec: TargetSpec,
+        input_size: int,
+        qkv_bias: bool = False,
+        own_kv: bool = True,
+        qk_norm: bool = False,
+        partial: bool = False,
+    ) -> None:
         super().__init__()
+        scaling = spec.rope_scaling or {}
+        if not partial and scaling.get("rope_type") != "proportional" and (part := scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError(f"rotary embedding of a part of each head (partial_rotary_factor={part}) is not supported by this head")
         try:
             rope_tables(spec, torch.zeros(1))  # here rather than in the first step: what the target asks for must be known
         except (KeyError, TypeError) as error:
@@ -94,6 +104,7 @@ class Attention(nn.Module):
             self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
             self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else nn.Identity() for _ in range(2))
 
     def partly(self, x: Tensor) -> Tensor:
         """[*, (N + 2 M) H]: q, k and v side by side, as far as the first features of the input make them, which x has."""
@@ -107,12 +118,12 @@ class Attention(nn.Module):
         cos, sin = rope_tables(self.spec, (rows.positions_R if depth else docs.positions_T) + depth)
         sizes = [proj.out_features for proj in (self.q_proj, self.k_proj, self.v_proj)]
         of_q, of_k, of_v = [None] * 3 if before is None else before.split(sizes, -1)
-        cache.keys.append(rotate(_linear(self.k_proj, x, of_k).unflatten(1, (-1, size)), cos, sin))
+        cache.keys.append(rotate(self.k_norm(_linear(self.k_proj, x, of_k).unflatten(1, (-1, size))), cos, sin))
         cache.values.append(_linear(self.v_proj, x, of_v).unflatten(1, (-1, size)).expand(len(cos), -1, -1))
         if depth == 0:
             x, cos, sin = rows.of(x), rows.of(cos), rows.of(sin)
             of_q = None if of_q is None else rows.of(of_q)
-        q = rotate(_linear(self.q_proj, x, of_q).unflatten(1, (-1, size)), cos, sin)
+        q = rotate(self.q_norm(_linear(self.q_proj, x, of_q).unflatten(1, (-1, size))), cos, sin)
         return self.o_proj(causal_diagonal(q, cache.keys, cache.values, rows, size**-0.5).flatten(1))
 
 
@@ -141,14 +152,22 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Pre-norm decoder layer. `input_norm=False` leaves out the norm before attention, as EAGLE-1 does in its first layer; `qkv_bias`
-    adds Qwen2's biases."""
+    adds Qwen2's biases. mlp: what stands in its place; qk_norm, partial: see Attention."""
 
-    def __init__(self, spec: TargetSpec, input_norm: bool = True, qkv_bias: bool = False) -> None:
+    def __init__(
+        self,
+        spec: TargetSpec,
+        input_norm: bool = True,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        partial: bool = False,
+        mlp: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(spec, spec.hidden_size, qkv_bias)
+        self.self_attn = Attention(spec, spec.hidden_size, qkv_bias, qk_norm=qk_norm, partial=partial)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
+        self.mlp = mlp or MLP(spec.hidden_size, spec.intermediate_size)
 
     def forward(self, x: Tensor, docs: Documents, cache: KeyValues, last: bool) -> Tensor:
         """x as in Attention.forward. last: no layer follows, so that at depth 0 too only the needed rows are worked out."""
@@ -162,8 +181,7 @@ class BlockAttention(Attention):
     """Attention of the slots of draft blocks (heads/block.py), with a norm on each head's q and k, as in Qwen3."""
 
     def __init__(self, spec: TargetSpec) -> None:
-        super().__init__(spec, spec.hidden_size)
-        self.q_norm, self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps), RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        super().__init__(spec, spec.hidden_size, qk_norm=True)
 
     def keys_values(self, x: Tensor, angles: Angles) -> Pair:
         k, v = (proj(x).unflatten(1, (-1, self.spec.head_dim)) for proj in (self.k_proj, self.v_proj))

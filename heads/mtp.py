@@ -42,11 +42,15 @@ class MTP(RecurrentHead):
         super().__init__(target=target, depths=depths, depth_decay=depth_decay, loss=loss, loss_chunk=loss_chunk)
         size, eps = target.hidden_size, target.rms_norm_eps
         self.norms = norms
+        self.state_first = norms  # whether input_proj reads [state ; embedding]
         self.token_layernorm = RMSNorm(size, eps) if norms else None
         self.hidden_layernorm = RMSNorm(size, eps) if norms else None
         self.input_proj = nn.Linear(2 * size, size, bias=False)
-        self.block = Block(target, input_norm=norms, qkv_bias=self.qkv_bias)
+        self.block = self.make_block()
         self.final_layernorm = RMSNorm(size, eps) if norms else None
+
+    def make_block(self) -> Block:
+        return Block(self.target, input_norm=self.norms, qkv_bias=self.qkv_bias)
 
     def caches(self, batch: Batch) -> list[KeyValues]:
         return [KeyValues()]
@@ -58,7 +62,7 @@ class MTP(RecurrentHead):
     def _columns(self) -> tuple[Tensor, Tensor]:
         """Those of input_proj that read the embedding, and the state."""
         first, second = self.input_proj.weight.chunk(2, 1)
-        return (second, first) if self.norms else (first, second)
+        return (second, first) if self.state_first else (first, second)
 
     def embedded(self, embed_RD: Tensor) -> Tensor:
         normed = embed_RD if self.token_layernorm is None else self.token_layernorm(embed_RD)
@@ -71,7 +75,11 @@ class MTP(RecurrentHead):
         normed = state if self.hidden_layernorm is None else self.hidden_layernorm(state)
         x = self.block(torch.addmm(embed, normed, self._columns()[1].T), docs, caches[0], last=True)
         y = x if self.final_layernorm is None else self.final_layernorm(x)
-        return y, y
+        return y, self.fed_back(x, y)
+
+    def fed_back(self, x: Tensor, y: Tensor) -> Tensor:
+        """The state that the next depth reads: of the block's output x and its norm y."""
+        return y
 
     def engine_names(self) -> dict[str, str]:
         """Our parameter name -> the engine's."""

@@ -22,6 +22,20 @@ class AttentionKind(TypedDict):
     rope_scaling: dict[str, Any] | None
 
 
+class Moe(TypedDict):
+    """The layers of a family with experts (heads/moe.py)."""
+
+    experts: int
+    chosen: int  # of them, for each token
+    shared: int  # ones beside them that see every token
+    expert_size: int  # inner width of one
+    dense_layers: int  # so many first layers have an MLP instead
+    renormalize: bool  # weights of the chosen ones sum to 1
+    scale: float  # of their sum
+    qkv_bias: bool
+    qk_norm: bool  # on each head's q and k
+
+
 @dataclass(frozen=True)
 class TargetSpec:
     """The dimensions of a frozen target, as its config.json states them. Holds no weights."""
@@ -42,6 +56,7 @@ class TargetSpec:
     embed_scale: float = 1.0  # what it multiplies its embedding's rows by
     logit_softcap: float | None = None  # c: its logits are c tanh(z / c)
     kinds: dict[str, AttentionKind] | None = None  # by name, of a family whose heads read its keys and values
+    moe: Moe | None = None
 
 
 @dataclass(frozen=True)

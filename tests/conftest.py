@@ -101,10 +101,10 @@ def head_confs(small: bool = True) -> dict[str, dict[str, Any]]:
     return confs
 
 
-def ready(conf: dict[str, Any], dtype: torch.dtype = torch.float64) -> DraftHead:
-    """The head with random parameters, attached to a random frozen target."""
+def ready(conf: dict[str, Any], dtype: torch.dtype = torch.float64, spec: TargetSpec = SPEC) -> DraftHead:
+    """The head with random parameters, attached to a random frozen target of SPEC's sizes."""
     torch.manual_seed(0)
-    head = build(conf, SPEC).to(dtype)
+    head = build(conf, spec).to(dtype)
     embed, lm_head = (torch.randn(SPEC.vocab_size, SPEC.hidden_size, dtype=dtype) for _ in range(2))
     frozen = Frozen(embed, lm_head)
     for parameter in head.parameters():

@@ -61,7 +61,7 @@ def test_target_conf_states_whole_dimensions(name):
     assert {key: getattr(spec_from_config(cfg.target), key) for key in stated} == stated
 
 
-@pytest.mark.parametrize("conf", ["tiny_mtp", "tiny_mtp_native", "tiny_gemma4_mtp"])
+@pytest.mark.parametrize("conf", ["tiny_mtp", "tiny_mtp_native", "tiny_glm4_moe_mtp", "tiny_gemma4_mtp"])
 def test_the_tiny_targets_are_what_their_confs_state(conf, tmp_path):
     cfg = load([f"conf={conf}"])
     assert spec(resolve(cfg.target, tmp_path)) == spec_from_config(cfg.target)

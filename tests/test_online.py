@@ -21,7 +21,7 @@ from data.store import Store
 from data.target import spec, spec_from_config
 from heads import build
 from tests.toy import read_metrics
-from train import checkpoint, dist, inputs, plan, setup
+from train import checkpoint, dist, inputs, plan, setup, sizes
 from train.config import load
 
 
@@ -149,19 +149,19 @@ def test_the_plan_counts_the_target(target, made, tmp_path):
     online, stored = plan.plan(cfg, dims, 2), plan.plan(whole, dims, 2)
     with safe_open(target / "model.safetensors", "pt") as f:
         held = sum(f.get_tensor(name).numel() for name in f.keys())  # noqa: SIM118
-    assert plan.target_parameters(dims) == held and online.memory["target"] >= 4 * held
+    assert sizes.target_parameters(dims) == held and online.memory["target"] >= 4 * held
     assert online.store_bytes == 0 and stored.store_bytes and inputs.missing_inputs(cfg) == []
     total = sum(plan.count_tokens(whole, split).total for split in inputs.SPLITS)
-    assert online.capture_flops == 0 and stored.capture_flops == plan.target_flops(dims, LONGEST) * total
+    assert online.capture_flops == 0 and stored.capture_flops == sizes.target_flops(dims, LONGEST) * total
     forward, ids = Forward(target, (), torch.float32, "cpu"), torch.arange(32)
     with FlopCounterMode(display=False) as counter:
         forward.states(ids)
-    assert 32 * plan.target_flops(dims, 32) == pytest.approx(counter.get_total_flops(), rel=0.1)
+    assert 32 * sizes.target_flops(dims, 32) == pytest.approx(counter.get_total_flops(), rel=0.1)
     per_token = (online.flops - stored.flops) / (online.steps * online.tokens_per_step)
-    assert per_token == plan.target_flops(dims, cfg.data.max_length)
+    assert per_token == sizes.target_flops(dims, cfg.data.max_length)
 
 
 def test_the_plan_of_an_embedded_target_is_its_size():
     """135 million, as its name says."""
     dims = spec_from_config(load(["conf=smollm_eagle3"]).target)
-    assert plan.target_parameters(dims) == pytest.approx(134.5e6, rel=0.01)
+    assert sizes.target_parameters(dims) == pytest.approx(134.5e6, rel=0.01)

@@ -25,6 +25,7 @@ from heads.chain import ChainHead
 from heads.layers import Attention
 from train.config import ROOT, RunConfig
 from train.inputs import SPLITS, answers_meta, closed_manifest, of_this_target
+from train.sizes import block_activations, frozen_parameters, head_activations, idle_parameters, target_flops, target_parameters
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
@@ -83,7 +84,7 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         name=cfg.name,
         head=str(cfg.head["_target_"]).removeprefix("heads."),
         head_parameters=trained,
-        frozen_parameters=_frozen_parameters(spec),
+        frozen_parameters=frozen_parameters(spec),
         world=world,
         stage=int(cfg.zero["stage"]),
         memory=memory(cfg, head, spec, world),
@@ -127,9 +128,9 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
       weights P b, / w at stage 3;   gradients 4 P, / w from stage 2;   masters 4 P / w;   Adam's two moments 8 P / w, Muon's one 4 P / w.
     Activations kept for the backward pass, per row worked on (`worked` of heads) and decoder block (hidden size D, N query heads and G
     key/value heads of size H, inner width I): inputs of the norms and of the projections behind them 5 D; q, k, v and
-    the attention's output (N + 2 G) H + N H; gate, up and their product 3 I; the lm_head's input and its gradient 2 D. All
-    times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper bound). With
-    train.recompute that of one depth, of every row its state D and keys and values 2 G H a block, and D of embeddings once.
+    the attention's output (N + 2 G) H + N H; gate, up and their product 3 I (of experts: MixtureOfExperts.kept); the lm_head's input and
+    its gradient 2 D. All times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper
+    bound). With train.recompute that of one depth, of every row its state D and keys and values 2 G H a block, and D of embeddings once.
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
     Allocator overhead and communication buffers are left out.
@@ -140,18 +141,18 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     specs = [module.spec for module in head.modules() if isinstance(module, Attention)]
     D, (rows, outputs), ranks = _width(head, spec), worked(head, T), cfg.train.sequence_parallel
     rows = rows / ranks + T - T / ranks
-    layers = rows * sum(_block_activations(spec) for spec in specs)
+    layers = rows * head_activations(head)
     if cfg.train.recompute:
         layers = layers / head.depths + rows * (D + sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs)) + T * D
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
-    target = (target_parameters(spec) + cfg.data.max_length * _block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
+    target = (target_parameters(spec) + cfg.data.max_length * block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
         "head weights": P * b // (world if stage == 3 else 1),
         "float32 masters": 4 * P // world,
         "optimizer moments": (4 if cfg.optim.algorithm == "muon" else 8) * P // world,
         "gradients": 4 * P // (world if stage >= 2 else 1),
-        "frozen embedding and lm_head": (_frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
+        "frozen embedding and lm_head": (frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
         "activations": round(layers + outputs / ranks * 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
         "hidden states of a batch": T * (spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) + _kv_numbers(head)) * b,
@@ -170,25 +171,17 @@ def worked(head: DraftHead, tokens: int) -> tuple[float, float]:
     return head.worked(tokens)
 
 
-def _block_activations(spec: TargetSpec) -> int:
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return 5 * spec.hidden_size + 2 * q + 2 * kv + 3 * spec.intermediate_size
-
-
 def _width(head: DraftHead, spec: TargetSpec) -> int:
     """Hidden size at the head's lm_head: the target's, unless its blocks have one of their own."""
     return max((module.spec.hidden_size for module in head.modules() if isinstance(module, Attention)), default=spec.hidden_size)
-
-
-def _frozen_parameters(spec: TargetSpec) -> int:
-    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
 
 
 def flops_per_token(head: DraftHead, spec: TargetSpec, length: int, tokens: int) -> float:
     """Floating-point operations of one training token in a batch of `tokens`, every position supervised: an upper bound for data with
     prompts.
 
-    Per row worked on 2 per parameter forward and 4 backward, for all matrices but those with a row for each token of the vocabulary;
+    Per row worked on 2 per parameter forward and 4 backward, for all matrices but those with a row for each token of the vocabulary, and
+    of experts for those alone that a row meets;
     attention scores and values over half of `length` on average; lm_head over U: the teacher's 2 D U once where its states are read, per
     row that reaches it forward and input gradient 4 D U, and where it is trained the weight gradient 2 D U more. An embedding of its own
     costs nothing to look up; it can be the lm_head too.
@@ -196,7 +189,7 @@ def flops_per_token(head: DraftHead, spec: TargetSpec, length: int, tokens: int)
     D, U, (rows, outputs) = _width(head, spec), head.draft_vocab_size or spec.vocab_size, worked(head, tokens)
     matrices = [p.shape for p in head.parameters() if p.dim() > 1]
     trained_head = (U, D) in matrices
-    inner = sum(shape.numel() for shape in matrices if shape[0] not in (U, spec.vocab_size))
+    inner = sum(shape.numel() for shape in matrices if shape[0] not in (U, spec.vocab_size)) - idle_parameters(head)
     attention = sum(12 * m.spec.num_heads * m.spec.head_dim * (length / 2) for m in head.modules() if isinstance(m, Attention))
     teacher = 2 * spec.hidden_size * U if head.needs_last != "none" else 0
     return teacher + (rows * (6 * inner + attention) + outputs * (6 if trained_head else 4) * D * U) / tokens
@@ -209,21 +202,6 @@ def runs_target(cfg: RunConfig, head: DraftHead) -> bool:
 
 def reads_states(head: DraftHead) -> bool:
     return bool(head.taps) or head.needs_last != "none"
-
-
-def target_parameters(spec: TargetSpec) -> int:
-    """Of a dense target, but for biases."""
-    return _frozen_parameters(spec) + spec.num_layers * (_layer_parameters(spec) + 2 * spec.hidden_size) + spec.hidden_size
-
-
-def _layer_parameters(spec: TargetSpec) -> int:
-    """In the matrices of a layer: q, k, v and o, gate, up and down."""
-    return spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size)
-
-
-def target_flops(spec: TargetSpec, length: int) -> float:
-    """Floating-point operations of the target's layers per token: 2 per parameter, and attention over half of `length` on average."""
-    return spec.num_layers * (2 * _layer_parameters(spec) + 4 * spec.num_heads * spec.head_dim * length / 2)
 
 
 def count_tokens(cfg: RunConfig, split: str) -> Tokens | None:

@@ -13,7 +13,8 @@ from heads.base import DraftHead, TargetSpec
 from train.config import RunConfig
 from train.devices import GPUS, Device
 from train.inputs import SPLITS, answers_meta, closed_manifest, of_this_target, strangers
-from train.plan import ITEMSIZE, Plan, build_on_meta, count_prompts, memory, store_size, target_flops, target_parameters, window_sizes
+from train.plan import ITEMSIZE, Plan, build_on_meta, count_prompts, memory, store_size, window_sizes
+from train.sizes import target_flops, target_parameters
 
 USABLE = 0.9  # share of a memory: the rest is the allocator's, the runtime's and the communication's
 ENGINE_USABLE, ENGINE_FIXED = 0.9, 4e9  # share that vLLM takes by itself, and its activations; what is left of it holds weights and cache

@@ -1,4 +1,4 @@
-"""Engine-side classes for heads that stock vLLM (0.32) does not load, and for a target whose states it does not hand out, as a vLLM
+"""Engine-side classes for heads that stock vLLM (0.32) does not load, and for targets whose states it does not hand out, as a vLLM
 plug-in (entry point `vllm.general_plugins` in pyproject.toml). Nothing of vLLM is patched; an export's config.json names the class."""
 
 # vLLM renames an architecture of method eagle3 that does not begin with Eagle3, and one of method dflash that neither begins nor ends
@@ -9,7 +9,10 @@ DRAFTS = {
     "DraftsmithDFlash": "eval.vllm_plugin.dflash:DFlash",
     "DraftsmithDSparkDFlash": "eval.vllm_plugin.dflash:DSpark",
 }
-TARGETS = {"DraftsmithMiMo": "eval.vllm_plugin.mimo:MiMo"}  # data.engine_job.CAPTURED_AS asks for it
+TARGETS = {  # data.engine_job.CAPTURED_AS asks for them
+    "DraftsmithMiMo": "eval.vllm_plugin.mimo:MiMo",
+    "DraftsmithGlm4Moe": "eval.vllm_plugin.glm4_moe:Glm4Moe",
+}
 
 
 def register() -> None:
