@@ -78,9 +78,9 @@ def _answer(response: Any) -> dict[str, Any] | None:
     choices = body.get("choices") if isinstance(body, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, dict) else None
-    kept = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
-    said = isinstance(message, dict) and (message.get("content") or message.get("tool_calls"))
-    return {key: message[key] for key in kept if key in message} if said else None
+    if not isinstance(message, dict) or not (message.get("content") or message.get("tool_calls")):
+        return None
+    return {key: message[key] for key in ("role", "content", "tool_calls", "reasoning", "reasoning_content") if key in message}
 
 
 def asked(record: ChatRecord) -> list[dict[str, Any]]:

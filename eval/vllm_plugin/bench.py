@@ -7,4 +7,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 if __name__ == "__main__":
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    main(parser.parse_args())
+    args = parser.parse_args()
+    assert args is not None
+    main(args)
