@@ -46,8 +46,8 @@ class HydraHeads(LastStateHead):
         self.num_layers = num_layers
         self.prefix_layer = Block(target) if prefix_layer else None
         if self.prefix_layer is not None:
-            for linear in (self.prefix_layer.self_attn.o_proj, self.prefix_layer.mlp.down_proj):
-                nn.init.zeros_(linear.weight)
+            for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                nn.init.zeros_(self.prefix_layer.get_parameter(name))
 
     def first_state(self, last_TD: Tensor, docs: Documents) -> Tensor:
         if self.prefix_layer is None:

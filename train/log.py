@@ -197,7 +197,7 @@ def cut_metrics(path: Path, step: int) -> None:
     replace_text(path, "".join(kept))
 
 
-def send_report(cfg: RunConfig, points: dict[str, float], tables: dict[str, tuple[list[str], list[list[Any]]]], page: Path) -> bool:
+def send_report(cfg: RunConfig, points: dict[str, float], tables: dict[str, tuple[list[Any], list[Any]]], page: Path) -> bool:
     """Adds an evaluation to the W&B run of the training: numbers to its summary, tables (columns, rows) and the page beside its curves.
     Once for each writing of `page`. False: not asked for, the training had no W&B, or all of it is there. UserError: W&B refuses."""
     run_dir, sent = Path(cfg.run_dir), page.with_name("wandb_sent.txt")
