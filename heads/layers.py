@@ -167,7 +167,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(spec, spec.hidden_size, qkv_bias, qk_norm=qk_norm, partial=partial)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = mlp or MLP(spec.hidden_size, spec.intermediate_size)
+        self.mlp: Any = mlp or MLP(spec.hidden_size, spec.intermediate_size)
 
     def forward(self, x: Tensor, docs: Documents, cache: KeyValues, last: bool) -> Tensor:
         """x as in Attention.forward. last: no layer follows, so that at depth 0 too only the needed rows are worked out."""
