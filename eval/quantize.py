@@ -68,10 +68,11 @@ def check_device(scheme: str, dtype: str, on_gpu: bool, cpu: Mapping[str, Any]) 
             f"this export holds {scheme} weights, with which vLLM cannot compute on this CPU: evaluate on {where}, or export again with "
             f"another export.quantization: `{command('export', 'export.quantization=null')}`"
         )
-    if scheme == "int4" and dtype == "float32":
+    tiles = cpu["architecture"] == "x86_64" and cpu["amx_tile"]  # there vLLM takes int8_scaled_mm_with_quant
+    if dtype == "float32" and (scheme == "int4" or (scheme == "int8" and tiles)):
         raise UserError(
-            "this export holds int4 weights, which vLLM multiplies with bfloat16 alone on a CPU, and the engine runs in float32: set "
-            "eval.dtype=bfloat16, or export again: `" + command("export", "export.quantization=int8") + "`"
+            f"this export holds {scheme} weights, which vLLM multiplies with bfloat16 alone on this CPU, and the engine runs in float32: "
+            "set eval.dtype=bfloat16, or export again: `" + command("export", "export.quantization=null") + "`"
         )
 
 

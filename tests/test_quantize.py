@@ -112,8 +112,9 @@ def test_sizes_that_make_no_groups_and_unknown_schemes_are_refused(target_dir, t
     assert tuple(SCHEMES) == QUANTIZATION, "what the config lets through is what an export knows"
 
 
-X86 = {"architecture": "x86_64", "avx512_f": False, "avx512_vnni": False, "avx_vnni": False}
+X86 = {"architecture": "x86_64", "avx512_f": False, "avx512_vnni": False, "avx_vnni": False, "amx_tile": False}
 OLD, NEW = X86, X86 | {"avx512_f": True, "avx512_vnni": True}
+AMX = NEW | {"amx_tile": True}
 
 
 @pytest.mark.parametrize(("scheme", "cpu"), [("fp8", OLD), ("fp8", NEW), ("int4", OLD), ("int8", OLD), ("int8", X86 | {"avx512_f": True})])
@@ -126,8 +127,13 @@ def test_what_it_can_is_not():
     for scheme, cpu in (("int8", NEW), ("int8", X86 | {"avx_vnni": True}), ("int8", X86 | {"architecture": "aarch64"}), ("int4", NEW)):
         check_device(scheme, "bfloat16", False, cpu)
     check_device("int8", "float32", False, NEW)
-    refused(lambda: check_device("int4", "float32", False, NEW), "eval.dtype=bfloat16", "export.quantization=int8")
-    check_device("int4", "float32", True, NEW)
+    check_device("int8", "float32", False, {"architecture": "aarch64"})
+    for scheme, cpu in (("int4", NEW), ("int4", AMX), ("int8", AMX)):
+        refused(
+            lambda scheme=scheme, cpu=cpu: check_device(scheme, "float32", False, cpu), "eval.dtype=bfloat16", "export.quantization=null"
+        )
+        check_device(scheme, "float32", True, cpu)
+        check_device(scheme, "bfloat16", False, cpu)
 
 
 FAULTS = {
@@ -215,7 +221,7 @@ def able() -> bool:
     return True
 
 
-@pytest.mark.skipif(not able(), reason="without VNNI the engine's int8 products saturate")
+@pytest.mark.skipif(not able(), reason="float32: without VNNI the engine's int8 products saturate, and AMX takes bfloat16 alone")
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_computes_with_the_rounded_weights(probe, name):
     check(probe, name, tolerance=2e-2)  # where rounding of an input tips over, it is by a whole step
