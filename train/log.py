@@ -208,7 +208,7 @@ def send_report(cfg: RunConfig, points: dict[str, float], tables: dict[str, tupl
     import wandb
 
     run = _wandb(cfg, run_dir)
-    drawn = {name: wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+    drawn = {name: wandb.Table(columns=[*columns], data=[*rows]) for name, (columns, rows) in tables.items()}
     shown = {**points, **drawn, f"{page.parent.name}/report": wandb.Html(page, inject=False)}
     run.log(shown, step=max(run.step, cfg.train.steps + 1))  # W&B drops what is said of a step that is past
     run.summary.update(points)
