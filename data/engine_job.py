@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from data.errors import UserError
@@ -91,6 +92,32 @@ def cache_plan(target: TargetSpec, llm: dict[str, Any], *, tokens: int, layers: 
     return {"cache_need": max(least, blocks(tokens, llm["max_num_seqs"] + 1) * pool), "cache_least": least}
 
 
+def weight_bytes(llm: dict[str, Any]) -> int:
+    """Of the target, on each device."""
+    return sum(path.stat().st_size for path in Path(llm["model"]).glob("*.safetensors")) // llm["tensor_parallel_size"]
+
+
+def cache_bytes(job: dict[str, Any]) -> int | None:
+    """Bytes of cache to ask for: what the job needs at once, as far as memory goes; None lets vLLM measure (GPU, plain decoding).
+
+    Raises UserError where not even one sequence fits.
+    """
+    need, least = job["cache_need"], job["cache_least"]
+    if torch.cuda.is_available():
+        if not job["states"]:
+            return None
+        free = torch.cuda.mem_get_info()[0] * 0.92 - 4 * 2**30  # what vLLM leaves free of its own accord; activations
+    else:
+        free = psutil.virtual_memory().available * 0.8
+    room = int(free - job["weight_bytes"])
+    if room < least:
+        raise UserError(
+            f"the engine's cache needs {least / 2**30:.1f} GiB for one sequence of {job['llm']['max_model_len']} tokens, and "
+            f"{max(room, 0) / 2**30:.1f} GiB are free: lower data.max_length or target.max_model_len, or raise target.tensor_parallel"
+        )
+    return min(need, room)
+
+
 def stop_ids(target_dir: Path) -> list[int]:
     """The ids that end an answer, as vLLM takes them with a tokenizer: of generation_config.json or else config.json, and its eos."""
     found: set[int] = set()
@@ -146,9 +173,8 @@ def run_child(job: dict[str, Any], items: Iterable[dict[str, Any]], label: str, 
     with (folder / "items.jsonl").open("w", encoding="utf-8") as f:
         for item in items:
             write_jsonl_line(f, item)
-    weights = sum(path.stat().st_size for path in Path(job["llm"]["model"]).glob("*.safetensors")) // job["llm"]["tensor_parallel_size"]
     result, log = folder / "result.json", folder / "engine.log"
-    job = {**job, "items": str(folder / "items.jsonl"), "result": str(result), "weight_bytes": weights}
+    job = {**job, "items": str(folder / "items.jsonl"), "result": str(result), "weight_bytes": weight_bytes(job["llm"])}
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     print(f"{label}: starting vLLM", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "data.engine_child", str(os.getpid()), str(folder / "job.json")]
@@ -210,12 +236,13 @@ def _follow(process: subprocess.Popen[str], log: Path, progress: Progress) -> No
                 print(line, end="", file=sys.stderr)
 
 
-def dead(label: str, code: int, log: Path) -> UserError:
-    """What to say of an engine's process that ended with `code`. log: its output."""
+def dead(label: str, code: int, log: Path, what: str = "engine", sizes: str = "data.batch_size, data.max_length") -> UserError:
+    """What to say of a process, `what`, that ended with `code`. log: its output; sizes: keys that its memory goes by, beside
+    target.max_model_len."""
     with log.open(encoding="utf-8") as f:
         last = "".join(deque((line for line in f if line.strip()), LOG_LINES))
     if code == -9 or "out of memory" in last.lower() or "No available memory for the cache" in last:
-        mend = "it lacked memory: lower data.batch_size, data.max_length or target.max_model_len"
+        mend = f"it lacked memory: lower {sizes} or target.max_model_len"
     else:
         mend = "VLLM_LOGGING_LEVEL=INFO shows what it does"
-    return UserError(f"{label}: the engine stopped with exit code {code}; {mend}. Its last lines, all of them in {log}:\n{last}")
+    return UserError(f"{label}: the {what} stopped with exit code {code}; {mend}. Its last lines, all of them in {log}:\n{last}")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -19,7 +18,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.metrics.reader import Counter, Vector
 from vllm.v1.sample import rejection_sampler
 
-from data.engine_job import MARK, LoopWatch, request_seed
+from data.engine_job import MARK, LoopWatch, cache_bytes, request_seed
 from data.errors import UserError
 from data.prompts import write_jsonl_line
 from data.window import Waiting
@@ -41,27 +40,6 @@ def expand_batch_to_tokens(x: torch.Tensor, cu: torch.Tensor, n: int, replace_fr
     """vLLM's function of this name in plain torch: its CPU kernel (0.32) leaves the result unwritten, so any temperature is noise."""
     counts = torch.diff(cu, prepend=cu.new_zeros(1)).long()
     return torch.repeat_interleave(torch.where(x == replace_from, torch.full_like(x, replace_to), x), counts, output_size=n)
-
-
-def cache_bytes(job: dict[str, Any]) -> int | None:
-    """Bytes of cache to ask for: what the job needs at once, as far as memory goes; None lets vLLM measure (GPU, plain decoding).
-
-    Raises UserError where not even one sequence fits.
-    """
-    need, least = job["cache_need"], job["cache_least"]
-    if torch.cuda.is_available():
-        if not job["states"]:
-            return None
-        free = torch.cuda.mem_get_info()[0] * 0.92 - 4 * 2**30  # what vLLM leaves free of its own accord; activations
-    else:
-        free = psutil.virtual_memory().available * 0.8
-    room = int(free - job["weight_bytes"])
-    if room < least:
-        raise UserError(
-            f"the engine's cache needs {least / 2**30:.1f} GiB for one sequence of {job['llm']['max_model_len']} tokens, and "
-            f"{max(room, 0) / 2**30:.1f} GiB are free: lower data.max_length or target.max_model_len, or raise target.tensor_parallel"
-        )
-    return min(need, room)
 
 
 def start(job: dict[str, Any], **more: Any) -> LLM:

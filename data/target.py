@@ -22,6 +22,7 @@ from data.errors import UserError
 from data.files import read_object
 from data.target_config import check_supported, gemma4, glm4_moe, rope
 from heads.base import Frozen, TargetSpec
+from heads.target import Moe
 
 if TYPE_CHECKING:
     from train.config import TargetConfig
@@ -128,6 +129,12 @@ def _sound(found: TargetSpec, where: str) -> TargetSpec:
         raise UserError(f"{where}: {found.num_heads} query heads cannot share {found.num_kv_heads} key/value heads")
     if not isinstance(found.rope_scaling, dict | None):
         raise UserError(f"{where}: rope_scaling={found.rope_scaling}: must be null or a mapping, as in config.json")
+    if found.moe is not None:
+        keys = Moe.__annotations__
+        if not isinstance(found.moe, dict) or set(found.moe) != set(keys):
+            raise UserError(f"{where}: moe={found.moe}: must be null or a mapping of exactly {', '.join(keys)}")
+        if not 0 < found.moe["chosen"] <= found.moe["experts"]:
+            raise UserError(f"{where}: moe: {found.moe['chosen']} chosen of {found.moe['experts']} experts")
     return found
 
 

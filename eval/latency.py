@@ -16,6 +16,7 @@ from rich.table import Table
 
 from data.chat import load_tokenizer, prompt_text
 from data.engine import decoding, engine_identity
+from data.engine_job import cache_bytes, weight_bytes
 from data.errors import UserError
 from data.lock import alone
 from data.manifest import replace_text
@@ -40,12 +41,15 @@ def latency(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord]) -> None
     server; what is there with the same settings is not measured again."""
     if cfg.eval.temperature:
         raise UserError(f"eval.temperature={cfg.eval.temperature:g}: latency is measured at temperature 0; leave it out")
-    settings = {"latency": VERSION, **checked(cfg, target_dir, prompts)}
+    engine = {**engine_identity(), "device": device_name()}
+    settings = {"latency": VERSION, "engine": engine, **checked(cfg, target_dir, prompts)}
     check_methods(cfg, target_dir, export_of(cfg))
     folder = Path(cfg.run_dir) / cfg.eval_folder
     path, cells = folder / "latency.json", _cells(cfg)
     with alone(folder, "run_dir"):
         report = finished(path, settings)
+        if report is None and path.is_file():
+            print(f"latency: {path} is of other settings and will be replaced; copy it now if it is wanted", flush=True)
         if report is None or len(report["methods"]) < len(cells) * len(cfg.eval.concurrencies):
             report = _measure(cfg, target_dir, prompts, path, report or {"settings": settings})
         draw(folder)
@@ -58,7 +62,7 @@ def _cells(cfg: RunConfig) -> list[tuple[str, int]]:
 
 def _measure(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], path: Path, report: dict[str, Any]) -> dict[str, Any]:
     requests, about, _ = Engine(cfg, target_dir, export_of(cfg)).asked(prompts)
-    report |= {"name": cfg.name, "engine": {**engine_identity(), "device": device_name()}, "prompts": {"count": len(requests), **about}}
+    report |= {"name": cfg.name, "engine": report["settings"]["engine"], "prompts": {"count": len(requests), **about}}
     methods = report.setdefault("methods", [])
     scratch = Path(tempfile.mkdtemp(prefix="draftsmith-"))
     write_requests(scratch / "prompts.jsonl", cfg, target_dir, prompts, requests)
@@ -97,7 +101,8 @@ def served(cfg: RunConfig, target_dir: Path, requests: list[Request], method: st
     if not llm["enforce_eager"]:  # on a GPU, where vLLM measures what is left for the cache
         cache = {}
     more = {key: value for key, value in llm.items() if key not in ("model", "dtype")}
-    more |= {"kv_cache_memory_bytes": cache["cache_need"]} if cache else {}
+    job = {"llm": llm, "states": False, "weight_bytes": weight_bytes(llm), **cache}
+    more |= {"kv_cache_memory_bytes": cache_bytes(job)} if cache else {}
     return [*server(target_dir, dtype, speculative, overrides), flags(more)]
 
 

@@ -17,6 +17,8 @@ from eval.advice import advice, choices_text, commands, equal, find, is_grid, re
 from eval.html import page
 from eval.methods import label
 
+REPORT_VERSION = 2  # a report of another is measured anew
+
 
 def headline(report: dict[str, Any]) -> str:
     """The result in one sentence, best news or not."""
@@ -129,17 +131,22 @@ def write(report: dict[str, Any], folder: Path) -> None:
     provenance = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     report = report | {"headline": headline(report), "provenance": provenance}
     replace_text(folder / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
-    draw(folder)
+    _draw(report, folder)
     show(report, folder)
 
 
 def draw(folder: Path) -> None:
-    """Writes report.html of the report.json in `folder`, if there is one, with what latency.json says of the same head and target."""
-    report, latency = read_report(folder / "report.json"), read_report(folder / "latency.json")
-    if report is None:
-        return
+    """Writes report.html of the report.json in `folder`, if there is one of this version."""
+    report = read_report(folder / "report.json")
+    if report and report["settings"]["report"] == REPORT_VERSION:
+        _draw(report, folder)
+
+
+def _draw(report: dict[str, Any], folder: Path) -> None:
+    """With what latency.json says of the same head, target and prompts."""
+    latency, settings = read_report(folder / "latency.json"), report.get("settings", {})
     texts = {"advice": advice(report), "comparison": comparison(report)}
-    if latency and any(latency["settings"][key] != report.get("settings", {}).get(key) for key in ("fingerprint", "export", "folders")):
+    if latency and any(latency["settings"][key] != settings.get(key) for key in ("fingerprint", "export", "folders", "prompts")):
         latency = None
     replace_text(folder / "report.html", page(report, texts, history(folder.parent), latency))
 

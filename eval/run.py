@@ -18,13 +18,12 @@ from data.target import fingerprint
 from eval.chain import offline_report
 from eval.export import read_export, trained_head
 from eval.methods import stamps
-from eval.report import finished, read_report, show, write
+from eval.report import REPORT_VERSION, draw, finished, read_report, show, write
 from eval.serve import evaluate as evaluate_engine
 
 if TYPE_CHECKING:
     from train.config import RunConfig
 
-REPORT_VERSION = 2  # a report of another is measured anew
 LoadHead = Callable[[Path], dict[str, torch.Tensor]]  # the state_dict of a checkpoint folder
 
 
@@ -32,6 +31,8 @@ def evaluate(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord], load_h
     """Measures the export of cfg.run_dir on the held-out prompts, or shows the report that is there with the same settings. Returns it."""
     settings, folder = {"report": REPORT_VERSION, **checked(cfg, target_dir, prompts)}, Path(cfg.run_dir) / cfg.eval_folder
     if earlier := finished(folder / "report.json", settings):
+        if not (folder / "report.html").is_file():
+            draw(folder)
         show(earlier, folder)
         return earlier
     if (other := read_report(folder / "report.json")) and other.get("settings", {}).get("prompts") != settings["prompts"]:

@@ -23,6 +23,7 @@ HOST = "127.0.0.1"
 START_SECONDS = 3600  # within which a server must be there: the largest targets load for half an hour
 END_SECONDS = 30  # that a server has to end by itself
 CLIENT = "eval.vllm_plugin.bench"
+SIZES = "eval.concurrency, eval.max_tokens"  # what the memory of a server goes by
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
@@ -42,7 +43,12 @@ def serving(parts: list[list[str]], gpus: int, log: Path) -> Iterator[int]:
     words = [word for part in parts for word in part][1:] + ["--host", HOST, "--port", str(port)]
     with _running(words, gpus, log) as process:
         _wait(process, port, log)
-        yield port
+        try:
+            yield port
+        except UserError:  # of the client, whose requests fail where the server has died
+            if code := process.poll():
+                raise dead("latency", code, log, "server", SIZES) from None
+            raise
 
 
 def free_port() -> int:
@@ -61,7 +67,7 @@ def bench(words: list[str], port: int, folder: Path) -> dict[str, Any]:
     with _running(["-m", CLIENT, "--host", HOST, "--port", str(port), *saved, *words], 1, log) as process:
         code = process.wait()
     if code or not result.is_file():
-        raise dead("latency, the client", code, log)
+        raise dead("latency", code, log, "client", SIZES)
     return read_result(result)
 
 
@@ -79,10 +85,10 @@ def _running(words: list[str], gpus: int, log: Path) -> Iterator[subprocess.Pope
     """A Python process with its output in `log`. It and all that it starts end when this is left, or this process is killed."""
     local = {"NO_PROXY": HOST, "no_proxy": HOST, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, "-m", "data.engine_child", str(os.getpid()), *words]
+    env = environment(gpus) | local
+    env.pop("VLLM_API_KEY", None)  # the server would ask for it, and the client knows none; it listens on this machine alone
     with log.open("wb") as f:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(gpus) | local, stdout=f, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
     finally:
@@ -92,11 +98,13 @@ def _running(words: list[str], gpus: int, log: Path) -> Iterator[subprocess.Pope
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and its group, at once where it takes too long."""
     with suppress(ProcessLookupError):
-        if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+        finally:  # also where Ctrl-C comes again
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -108,6 +116,6 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
             if process.poll() is None:  # else another one's server answers
                 return
         if (code := process.poll()) is not None:
-            raise dead("latency, the server", code, log)
+            raise dead("latency", code, log, "server", SIZES)
         time.sleep(0.5)
     raise UserError(f"latency: the server was not there after {START_SECONDS} s; its last lines are in {log}")

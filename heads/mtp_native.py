@@ -2,8 +2,8 @@
 
 It is heads.mtp.MTP's, and differs by family in what vLLM's class of it computes:
   MiMo (`mimo_mtp`): Qwen2's biases; vLLM's MiMo model hands over the last residual stream *before* the final norm.
-  GLM-4-MoE (`glm4_moe_mtp`, GLM-4.5 to 4.7): the state after the final norm; the embedding first in the projection; a layer with experts,
-  of whose heads a part turns; at later depths it reads its own output before its norm.
+  GLM-4-MoE (`glm4_moe_mtp`, GLM-4.5, 4.6 and 4.7): the state after the final norm; the embedding first in the projection; a layer with
+  experts, of whose heads a part turns; at later depths it reads its own output before its norm.
 From depth 1 on a module reads its own output, for which no published one was trained: that is what the recursion here teaches it (FastMTP).
 """
 

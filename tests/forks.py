@@ -78,7 +78,7 @@ def import_all() -> None:
     """What the commands and the engine import, and where they tell how far they are."""
     import torch
 
-    os.environ.update(engine_job._environment(1))
+    os.environ.update(engine_job.environment(1))
     torch.set_num_threads(1)
     import data.ask
     import data.engine_worker as worker

@@ -93,6 +93,7 @@ def test_an_evaluation_joins_the_run_of_its_training(tmp_path, monkeypatch, caps
     assert (table["columns"], table["data"]) == tuple(sent[1]["eval/methods"]) and files["report"].read_text() == page.read_text()
     assert "W&B: " in capsys.readouterr().out
 
+    assert int(found["_step"]) == 5, "as far as was trained: beyond it W&B would drop what a resume says"
     assert not send_report(cfg, *sent), "it is there"
     assert len(list((tmp_path / "run/wandb").glob("offline-run-*"))) == 2
     write(report(), page.parent)

@@ -67,7 +67,7 @@ def report() -> dict[str, Any]:
         ("draft_model", 3, DRAFTS | {"p99_ttft_ms": 9876.5, "median_ttft_ms": 1234.5}),
     ]
     methods = [{"method": m, "k": k, "concurrency": c, **latency.figures(saved(**d))} for c in (1, 16) for m, k, d in cells]
-    return {"name": "a", "prompts": {"count": 4}, "methods": methods, "settings": {"fingerprint": "f", "export": None, "folders": {}}}
+    return {"name": "a", "prompts": {"count": 4}, "methods": methods, "settings": {"fingerprint": "f", "export": None, "prompts": "p", "folders": {}}}
 
 
 def test_figures_are_the_clients_and_counts_the_servers():
@@ -94,8 +94,9 @@ def test_the_page_shows_the_latency_of_the_same_head_alone(tmp_path):
     (folder / "latency.json").write_text(json.dumps(report()))
     write(made() | {"settings": report()["settings"]}, folder)
     assert "Through vLLM&#x27;s server" in (folder / "report.html").read_text()
-    write(made() | {"settings": report()["settings"] | {"fingerprint": "of another target"}}, folder)
-    assert "Through vLLM&#x27;s server" not in (folder / "report.html").read_text()
+    for other in ({"fingerprint": "of another target"}, {"prompts": "others"}):
+        write(made() | {"settings": report()["settings"] | other}, folder)
+        assert "Through vLLM&#x27;s server" not in (folder / "report.html").read_text()
 
 
 def test_the_server_is_the_reports_command_with_the_engines_sizes(target):

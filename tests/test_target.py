@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data import builtin
 from data.target import final_norm, fingerprint, frozen, resolve, spec, spec_from_config
 from heads.base import TargetSpec
+from heads.target import Moe
 from train.config import TargetConfig, load
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2_llamacpp.json").read_text(encoding="utf-8"))
@@ -198,6 +199,13 @@ def test_conf_that_contradicts_the_target_is_refused(tiny):
     assert resolve(TargetConfig(model=str(tiny), spec=stated), Path("/")) == tiny
     wrong = TargetConfig(model=str(tiny), spec=stated | {"num_layers": 30})
     refused(lambda: resolve(wrong, Path("/")), "num_layers: conf 30, target 2", "config.json")
+
+
+@pytest.mark.parametrize("moe", [{"experts": 4, "chosen": 2}, [4, 2], dict.fromkeys(Moe.__annotations__, 1) | {"chosen": 2}])
+def test_experts_that_a_conf_states_in_part_are_refused(moe):
+    stated = load(["conf=tiny_glm4_moe_mtp"]).target
+    stated.spec = stated.spec | {"moe": moe}
+    refused(lambda: spec_from_config(stated), "target.spec", "moe", "experts")
 
 
 def test_spec_in_a_conf_names_unknown_and_missing_keys():

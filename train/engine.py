@@ -47,8 +47,8 @@ def _deepspeed() -> ModuleType:
 def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
     whole = {"reduce_scatter": False} if cfg.optim.algorithm == "muon" else {}  # Muon's update is made of whole matrices
     # Nothing is added to the gradients of one micro-batch of one rank: they are copied in the dtype in which they come. (Under ZeRO 1
-    # that dtype chooses the optimizer's class, and so the checkpoint's format.)
-    summed = cfg.train.accum * dist.world() > 1 or cfg.zero["stage"] == 1
+    # that dtype chooses the optimizer's class, and so the checkpoint's format; under ZeRO 3 Muon's update takes the gradient's place.)
+    summed = cfg.train.accum * dist.world() > 1 or cfg.zero["stage"] == 1 or cfg.optim.algorithm == "muon"
     return {
         "train_micro_batch_size_per_gpu": 1,  # one packed batch
         "gradient_accumulation_steps": cfg.train.accum,

@@ -210,7 +210,9 @@ def send_report(cfg: RunConfig, points: dict[str, float], tables: dict[str, tupl
     run = _wandb(cfg, run_dir)
     drawn = {name: wandb.Table(columns=[*columns], data=[*rows]) for name, (columns, rows) in tables.items()}
     shown = {**points, **drawn, f"{page.parent.name}/report": wandb.Html(page, inject=False)}
-    run.log(shown, step=max(run.step, cfg.train.steps + 1))  # W&B drops what is said of a step that is past
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    trained = json.loads(lines[-1])["step"] if lines else 0
+    run.log(shown, step=max(run.step, trained))  # W&B drops what is said of a step that is past: no further, or a resume loses its curve
     run.summary.update(points)
     where = Path(run.dir).parent if run.offline else run.url
     run.finish()

@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
     dtype, data = usual_dtype(), ROOT / ".bench" / "states.pt"
+    data.parent.mkdir(exist_ok=True)
     if not data.exists():
         subprocess.run([sys.executable, str(HERE / "data.py"), str(data)], check=True)
     machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "threads": THREADS, "torch": torch.__version__, "dtype": dtype}
