@@ -359,7 +359,8 @@ def test_prompts_without_an_answer_stay_listed_where_two_end_at_once(first, tmp_
         collect(request(tmp_path, Part(first, 2)), answer_some)
         return done
 
-    collect(request(tmp_path, Part(1 - first, 2)), last)
+    with alone(tmp_path, "data.responses", Part(1 - first, 2)):
+        collect(request(tmp_path, Part(1 - first, 2)), last)
     assert [a["id"] for a in read_answers(tmp_path / "train.jsonl")[0]] == ASKED
     assert [json.loads(line)["id"] for line in (tmp_path / "train.quarantine.jsonl").read_text().splitlines()] == ["r3"]
     assert not unfinished(tmp_path / "train.jsonl").exists() and not list(tmp_path.glob("*part-*.jsonl"))
