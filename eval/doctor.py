@@ -127,8 +127,8 @@ def untrained_faults(found: Measured, curve: list[dict[str, Any]]) -> list[Fault
         why = f"its loss has not fallen in {train[-1]['step']} steps ({first:.3f} to {last:.3f}) with {rates}. {anew} another optim.lr "
         why += f"({usual}), or more train.steps if these were a handful"
     else:
-        why = f"its loss fell from {first:.3f} to {last:.3f} in {train[-1]['step']} steps, which is too little training. Raise train.steps "
-        why += f"and run `{command('train')}` again, which goes on; and see that data.limit is no handful"
+        why = f"its loss fell from {first:.3f} to {last:.3f} in {train[-1]['step']} steps, which is too little training. Go on: "
+        why += f"`{command('train', 'train.steps={}'.format(2 * train[-1]['step']))}`; and see that data.limit is no handful"
     return [Fault("untrained", text + why)]
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data.chat import load_tokenizer, prompt_text
+from data.commands import command
 from data.engine import decoding, engine_identity
 from data.engine_job import cache_bytes, weight_bytes
 from data.errors import UserError
@@ -22,6 +23,7 @@ from data.lock import alone
 from data.manifest import replace_text
 from data.prompts import write_jsonl_line
 from data.record import ChatRecord
+from eval.advice import FEWEST
 from eval.methods import check_methods, label, server, shell, speculation
 from eval.report import draw, finished
 from eval.run import checked, export_of
@@ -40,7 +42,9 @@ def latency(cfg: RunConfig, target_dir: Path, prompts: list[ChatRecord]) -> None
     """Measures every method of cfg.eval.methods with each k at each concurrency over the prompts, and writes eval/latency.json after each
     server; what is there with the same settings is not measured again."""
     if cfg.eval.temperature:
-        raise UserError(f"eval.temperature={cfg.eval.temperature:g}: latency is measured at temperature 0; leave it out")
+        raise UserError(
+            f"eval.temperature={cfg.eval.temperature:g}: latency is measured at temperature 0; sampled answers: `{command('evaluate')}`"
+        )
     engine = {**engine_identity(), "device": device_name()}
     settings = {"latency": VERSION, "engine": engine, **checked(cfg, target_dir, prompts)}
     check_methods(cfg, target_dir, export_of(cfg))
@@ -171,4 +175,6 @@ def _short(value: float) -> str:
 def show(report: dict[str, Any], path: Path) -> None:
     console = Console()
     console.print(table(report))
+    if (count := report["prompts"]["count"]) < FEWEST:
+        console.print(f"{count} prompts are too few to tell a gain from chance, it takes {FEWEST} or more (eval.limit).")
     console.print(f"{path}", markup=False)

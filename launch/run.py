@@ -20,7 +20,7 @@ from train.words import take
 def run(cfg: RunConfig) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     gpus = max(torch.cuda.device_count(), 1)
-    plan_table.show(plan_table.made(cfg, gpus) if shown else [])
+    plan_table.show([part for part in plan_table.made(cfg, gpus) if shown])  # made also unseen: it refuses a head that does not fit
     whole = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_ARRAY_")}  # its tasks may run a conf each
     for stage in inputs.stages(cfg):  # each its own process, so that its memory is given back
         starter = f"-m torch.distributed.run --standalone --nproc_per_node={gpus}".split() if stage == "train" and gpus > 1 else []

@@ -200,7 +200,7 @@ NOTHING = {"length": 1.02, "positions": [0.02, 0.0, None]}
         (curve(8.0, 7.99, 8.01, lr=1e-12), ["has not fallen in 30 steps (8.000 to 8.010)", "learning rates up to 1.0e-12", "optim.lr"]),
         (curve(8.0, 30.0, lr=9.0), ["rose from 8.000 to 30.000", "smaller optim.lr"]),
         (curve(8.0, float("nan"), lr=9.0), ["rose from 8.000 to nan", "smaller optim.lr"]),
-        (curve(8.0, 7.0, 6.0), ["fell from 8.000 to 6.000", "Raise train.steps"]),
+        (curve(8.0, 7.0, 6.0), ["fell from 8.000 to 6.000", "Go on: `", "train.steps="]),
         (curve(8.0), ["has not fallen in 10 steps", "more train.steps"]),
         ("", ["no curve", "launch/train.py"]),
     ],

@@ -67,7 +67,12 @@ def report() -> dict[str, Any]:
         ("draft_model", 3, DRAFTS | {"p99_ttft_ms": 9876.5, "median_ttft_ms": 1234.5}),
     ]
     methods = [{"method": m, "k": k, "concurrency": c, **latency.figures(saved(**d))} for c in (1, 16) for m, k, d in cells]
-    return {"name": "a", "prompts": {"count": 4}, "methods": methods, "settings": {"fingerprint": "f", "export": None, "prompts": "p", "folders": {}}}
+    return {
+        "name": "a",
+        "prompts": {"count": 4},
+        "methods": methods,
+        "settings": {"fingerprint": "f", "export": None, "prompts": "p", "folders": {}},
+    }
 
 
 def test_figures_are_the_clients_and_counts_the_servers():
