@@ -19,6 +19,7 @@ from data.files import bytes_text
 from data.gather import finish_part, gather, part_stores
 from data.manifest import check_disk, check_same_capture, check_same_sequences, free_bytes, plan_bytes, read_manifest
 from data.part import WHOLE, Part
+from data.record import OTHER
 from data.store import StoreWriter
 from data.target import spec
 
@@ -124,7 +125,7 @@ def say_lost(store_dir: Path, answers: list[dict[str, Any]]) -> None:
     there = {name for shard in read_manifest(store_dir)["shards"] for name in shard["ids"]}
     found: dict[str, list[bool]] = {}
     for answer in answers:
-        found.setdefault(str(answer.get("meta", {}).get("category", "other")), []).append(answer["id"] in there)
+        found.setdefault(str(answer.get("meta", {}).get("category", OTHER)), []).append(answer["id"] in there)
     if lost := [f"{name} ({len(kept)})" for name, kept in sorted(found.items()) if not any(kept)]:
         why = f"{store_dir / 'quarantine.jsonl'} lists what has NaN or Inf, and what has no response token was left out above"
         print(f"capture: the store holds no answer at all of {', '.join(lost)}: {why}", flush=True)

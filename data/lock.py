@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -59,18 +59,14 @@ def alone(folder: Path, key: str, part: Part = WHOLE) -> Iterator[None]:
 
 
 @contextmanager
-def turn(folder: Path, name: str = ".turn") -> Iterator[None]:
-    """Inside, no other process of ours is inside this for `folder`, which exists; waits until it is left."""
-    with (folder / name).open("w") as f:
-        with suppress(OSError):  # a file system that knows no locks
-            fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
 def at_work(path: Path) -> Iterator[None]:
-    """Inside, `held(path.parent, path.name)` is true for all others: the file, which is made, may still grow."""
+    """Inside, `held(path.parent, path.name)` is true for all others: the file, which is made, may still grow. Waits its turn."""
     with path.open("a") as f:
         with suppress(OSError):  # a file system that knows no locks
             fcntl.flock(f, fcntl.LOCK_EX)
         yield
+
+
+def turn(folder: Path, name: str = ".turn") -> AbstractContextManager[None]:
+    """Inside, no other process of ours is inside this for `folder`, which exists; waits until it is left."""
+    return at_work(folder / name)

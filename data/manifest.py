@@ -140,9 +140,9 @@ def check_asked(folder: Path, there: Iterable[str], wanted: Container[str]) -> N
         raise UserError(f"{folder}: {len(more)} sequences in it, {more[0]} the first, are no answers to what this conf asks now. {anew()}")
 
 
-def anew() -> str:
-    """How to have a store that fits."""
-    return f"Delete the folder or set data.store to a new one, then run `{command('capture')}`"
+def anew(start: str = "Delete") -> str:
+    """How to have a store that fits. start: up to the word `delete`."""
+    return f"{start} the folder or set data.store to a new one, then run `{command('capture')}`"
 
 
 def recapture(path: Path) -> str:
@@ -204,8 +204,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a store manifest ({error!r}). {anew()}") from error
     if version != FORMAT_VERSION:
         newer = isinstance(version, int) and version > FORMAT_VERSION
-        mend = "A newer version of this program wrote it: update this one, or delete" if newer else "Delete"
-        raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}. {mend}{anew().removeprefix('Delete')}")
+        mend = anew("A newer version of this program wrote it: update this one, or delete") if newer else anew()
+        raise UserError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}. {mend}")
     missing = [key for key in (*IDENTITY, "closed", *COUNTS, "shards") if key not in manifest]
     faults = (
         [f"it has no {', no '.join(missing)}"] if missing else [fault for shard in manifest["shards"] for fault in _shard_faults(shard)]

@@ -18,7 +18,7 @@ from data.identity import identity
 from data.lock import alone, turn
 from data.part import WHOLE, Part
 from data.prompts import need, read_prompts, select, write_jsonl_line
-from data.record import ChatRecord
+from data.record import UNKNOWN, ChatRecord
 
 if TYPE_CHECKING:
     from train.config import RunConfig
@@ -41,6 +41,11 @@ def split_sources(sources: list[str]) -> tuple[list[str], int]:
     if len(counts) > 1:
         raise UserError(f"data.prompts: {MARK}<n> is there {len(counts)} times; name it once")
     return [source for source in sources if not source.startswith(MARK)], sum(map(int, counts))
+
+
+def read_given(cfg: RunConfig, root: Path) -> list[ChatRecord]:
+    """The records of data.prompts but for `self:<n>`: what the target wrote is for training, so these are what is measured on."""
+    return read_prompts(split_sources(cfg.data.prompts)[0], root, cfg.data.prompt_chars)
 
 
 def read_with_own(  # noqa: PLR0913
@@ -92,7 +97,7 @@ def invent(cfg: RunConfig, target_dir: Path, tokenizer: Any, count: int, out: Pa
 
 def beginning(tokenizer: Any, prefix: list[int], i: int, like: ChatRecord | None) -> dict[str, Any]:
     """What the engine is given for the prompt of number i: `prefix`, and the first words of what `like` asks first."""
-    meta = {"category": "self", "language": "und"}
+    meta = {"category": "self", "language": UNKNOWN}
     ids = list(prefix)
     if like is not None:
         meta |= {key: like.meta[key] for key in meta if key in like.meta}

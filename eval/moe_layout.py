@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from heads.base import TargetSpec
+from heads.moe import moe_config
 
 FLOAT32 = "e_score_correction_bias"  # the end of the name of what the engine keeps in float32, whatever the dtype of the model
 
@@ -31,18 +32,8 @@ def check_moe_config(config: dict[str, Any], serving: dict[str, Any], target: Ta
         "max_position_embeddings": target.max_positions,
         "rope_theta": target.rope_theta,
         "partial_rotary_factor": scaling.get("partial_rotary_factor", 1.0),
-        "attention_bias": moe["qkv_bias"],
-        "use_qk_norm": moe["qk_norm"],
-        "n_routed_experts": moe["experts"],
-        "n_shared_experts": moe["shared"],
-        "num_experts_per_tok": moe["chosen"],
-        "moe_intermediate_size": moe["expert_size"],
-        "first_k_dense_replace": moe["dense_layers"],
-        "norm_topk_prob": moe["renormalize"],
-        "routed_scaling_factor": moe["scale"],
-        "n_group": 1,
-        "topk_group": 1,
         "tie_word_embeddings": False,
+        **moe_config(moe),
     }
     faults = [f"{key} is {config.get(key)}, it must be {value}" for key, value in same.items() if config.get(key) != value]
     faults += [f"config key {key} is null" for key, value in config.items() if value is None]

@@ -90,6 +90,8 @@ class MixtureOfExperts(nn.Module):
 def moe_config(moe: Moe) -> dict[str, Any]:
     """Of config.json, in the words of this family."""
     return {
+        "attention_bias": moe["qkv_bias"],
+        "use_qk_norm": moe["qk_norm"],
         "n_routed_experts": moe["experts"],
         "num_experts_per_tok": moe["chosen"],
         "n_shared_experts": moe["shared"],

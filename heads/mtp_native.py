@@ -49,9 +49,8 @@ def _glm4_moe_config(target: TargetSpec) -> dict[str, Any]:
     assert target.moe is not None
     scaling = dict(target.rope_scaling or {})
     part = {"partial_rotary_factor": scaling.pop("partial_rotary_factor", 1.0)}
-    attention = {"attention_bias": target.moe["qkv_bias"], "use_qk_norm": target.moe["qk_norm"]}
     rope = {"rope_scaling": None if scaling == {"rope_type": "default"} else scaling or None}
-    return {"model_type": "glm4_moe"} | part | attention | rope | moe_config(target.moe)
+    return {"model_type": "glm4_moe"} | part | rope | moe_config(target.moe)
 
 
 FAMILIES = {  # architectures of targets

@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.prompts import read_prompts, select
-from data.selfprompt import split_sources
+from data.prompts import select
+from data.selfprompt import read_given
 from data.target import resolve
 from eval.flat import points, tables
 from eval.run import evaluate
@@ -17,8 +17,7 @@ from train.log import send_report
 
 
 def run(cfg: RunConfig) -> None:
-    given, _ = split_sources(cfg.data.prompts)  # what the target wrote is for training
-    prompts = select(read_prompts(given, ROOT, cfg.data.prompt_chars), "heldout", cfg.eval.limit)
+    prompts = select(read_given(cfg, ROOT), "heldout", cfg.eval.limit)
     report, name = evaluate(cfg, resolve(cfg.target, ROOT), prompts, load_head), cfg.eval_folder
     send_report(cfg, points(report, name), tables(report, name), Path(cfg.run_dir) / name / "report.html")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.prompts import read_prompts, select
-from data.selfprompt import split_sources
+from data.prompts import select
+from data.selfprompt import read_given
 from data.target import resolve
 from eval.latency import latency
 from train.config import ROOT, RunConfig, main
@@ -16,8 +16,7 @@ from train.config import ROOT, RunConfig, main
 
 def run(cfg: RunConfig) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends with us
-    given, _ = split_sources(cfg.data.prompts)
-    prompts = select(read_prompts(given, ROOT, cfg.data.prompt_chars), "heldout", cfg.eval.limit)
+    prompts = select(read_given(cfg, ROOT), "heldout", cfg.eval.limit)
     latency(cfg, resolve(cfg.target, ROOT), prompts)
 
 

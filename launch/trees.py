@@ -8,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from data.prompts import read_prompts, select
-from data.selfprompt import split_sources
+from data.prompts import select
+from data.selfprompt import read_given
 from data.target import resolve
 from eval.compare import SHAPED_ON, compare, show
 from eval.export import check_fingerprint, trained_head
@@ -23,8 +23,7 @@ def run(cfg: RunConfig) -> None:
     check_fingerprint(provenance["target"]["fingerprint"], target_dir)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = trained_head(cfg.head, target_dir, load_head(step), torch.float32, device)
-    given, _ = split_sources(cfg.data.prompts)
-    prompts = read_prompts(given, ROOT, cfg.data.prompt_chars)
+    prompts = read_given(cfg, ROOT)
     heldout, training = select(prompts, "heldout", cfg.eval.limit), select(prompts, "train", SHAPED_ON)
     show(compare(cfg, head, target_dir, heldout, training, device) | {"checkpoint": step.name}, run_dir)
 

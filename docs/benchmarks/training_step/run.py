@@ -73,6 +73,20 @@ def measure(settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[
     return found
 
 
+def states() -> Path:
+    """What all train on; made where it is missing."""
+    path = ROOT / ".bench" / "states.pt"
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        subprocess.run([sys.executable, str(HERE / "data.py"), str(path)], check=True)
+    return path
+
+
+def about(dtype: str) -> dict[str, Any]:
+    """Of this machine."""
+    return {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "threads": THREADS, "torch": torch.__version__, "dtype": dtype}
+
+
 def peak_flops(dtype: torch.dtype) -> float:
     """Best rate of products as large as the lm_head's, operations per second."""
     torch.set_num_threads(THREADS)
@@ -146,12 +160,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     dtype = usual_dtype() if args.dtype == "auto" else args.dtype
-    for folder in (ROOT / ".bench", args.out):
-        folder.mkdir(parents=True, exist_ok=True)
-    data = ROOT / ".bench" / "states.pt"
-    if not data.exists():
-        subprocess.run([sys.executable, str(HERE / "data.py"), str(data)], check=True)
-    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "threads": THREADS, "torch": torch.__version__, "dtype": dtype}
+    args.out.mkdir(parents=True, exist_ok=True)
+    data, machine = states(), about(dtype)
     rows, peak = [], 0.0
     for share, text in itertools.product((1.0, args.supervised), args.rows.split(",")):
         peak = max(peak, peak_flops(getattr(torch, dtype)))  # again and again: something else may run

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-import torch
-from contender import THREADS, Contender, cpu_name
+from contender import Contender
+from run import about, states
 
 from eval.widgets import SERIES, Line, chart
 from train.dist import usual_dtype
@@ -70,11 +68,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
-    dtype, data = usual_dtype(), ROOT / ".bench" / "states.pt"
-    data.parent.mkdir(exist_ok=True)
-    if not data.exists():
-        subprocess.run([sys.executable, str(HERE / "data.py"), str(data)], check=True)
-    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "threads": THREADS, "torch": torch.__version__, "dtype": dtype}
+    dtype, data = usual_dtype(), states()
     curves: dict[str, list[dict[str, Any]]] = {}
     for name, points in CURVES.items():
         curves[name] = []
@@ -82,7 +76,7 @@ def main() -> None:
             curves[name].append(best(*point, dtype, data, args.steps))
             print(name, json.dumps(curves[name][-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "scaling.json").write_text(json.dumps({"machine": machine, "curves": curves}, indent=2) + "\n")
+    (args.out / "scaling.json").write_text(json.dumps({"machine": about(dtype), "curves": curves}, indent=2) + "\n")
     for name, svg in pictures(curves).items():
         (args.out / name).write_text(svg)
 
