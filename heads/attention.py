@@ -13,7 +13,26 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from heads.blocked import Block, Blocked, blocks
 from heads.flash import Kernel, Layout, PerDocument, Varlen, split
+from heads.kernels import fused
+
+Pair = tuple[Tensor, Tensor]
+
+
+class _Take(torch.autograd.Function):
+    """x[index], each row at most once: then the backward writes where indexing's own adds, six times slower on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
 @dataclass
@@ -28,8 +47,8 @@ class Rows:
     total: int  # T
 
     def of(self, x_T: Tensor) -> Tensor:
-        """These rows of x_T [T, ...]."""
-        return x_T if len(self.index_R) == self.total else x_T[self.index_R]
+        """These rows of x_T [T, ...]. Its gradient takes it that none of them is there twice."""
+        return x_T if len(self.index_R) == self.total else _Take.apply(x_T, self.index_R)
 
     def place(self, index: Tensor) -> Tensor:
         """Where rows of the pack lie among these; -1 for those that do not, and for -1."""
@@ -40,6 +59,10 @@ class Rows:
     @cached_property
     def layout(self) -> Layout:
         return Layout.of(self)
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        return blocks(self)
 
     def parts(self) -> Iterator[tuple[slice, tuple[int, int, int]]]:
         """Per span: where its rows lie among these, and the span."""
@@ -133,6 +156,26 @@ def causal_diagonal_dense(q: Tensor, keys: list[Tensor], values: list[Tensor], r
     return torch.cat(out) if out else q
 
 
+@fused
+def _diagonal_scores(queries: Tensor, k: Tensor, scale: float) -> Tensor:
+    return (queries * k[:, :, None]).sum(-1) * scale
+
+
+@fused
+def _add_diagonal(out: Tensor, scores: Tensor, lse: Tensor, v: Tensor) -> None:
+    out.addcmul_((scores - lse).exp_()[..., None], v[:, :, None])
+
+
+@fused
+def _diagonal_backward(dq: Tensor, q: Tensor, grad: Tensor, kv: Pair, of_row: tuple[Tensor, Tensor, Tensor], scale: float) -> Pair:
+    """Adds to dq what one diagonal gives; returns the gradients of its keys and values. of_row: its scores, the log-sum-exp, delta."""
+    (k, v), (scores, lse, delta) = kv, of_row
+    p = (scores - lse).exp_()
+    ds = p * ((grad * v[:, :, None]).sum(-1) - delta) * scale
+    dq.addcmul_(ds[..., None], k[:, :, None])
+    return (ds[..., None] * q).sum(2).to(k.dtype), (p[..., None] * grad).sum(2).to(v.dtype)
+
+
 class _Merged(torch.autograd.Function):
     """Flash attention over depth 0 merged with the diagonals by log-sum-exp.
 
@@ -142,35 +185,31 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kernel: Kernel, scale: float, rows: Rows, q: Tensor, k0: Tensor, v0: Tensor, *diagonals: Tensor) -> Tensor:  # type: ignore[override]
-        queries, (out, lse) = split(q, k0), kernel.forward(q, k0, v0, rows, scale)
-        scores = [(queries * k[:, :, None]).sum(-1) * scale for k in diagonals[::2]]
+        queries, (out, lse, kept) = split(q, k0), kernel.forward(q, k0, v0, rows, scale)
+        scores = [_diagonal_scores(queries, k, scale) for k in diagonals[::2]]
         if scores:
             merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
             out *= (lse - merged).exp_()[..., None]
             for s, v in zip(scores, diagonals[1::2], strict=True):
-                out.addcmul_((s - merged).exp_()[..., None], v[:, :, None])
+                _add_diagonal(out, s, merged, v)
             lse = merged
         out = out.flatten(1, 2).to(q.dtype)
-        ctx.save_for_backward(q, k0, v0, out, lse, *diagonals, *scores)
-        ctx.kernel, ctx.scale, ctx.rows = kernel, scale, rows
+        ctx.save_for_backward(q, k0, v0, out, lse, *diagonals, *scores, *kept)
+        ctx.kernel, ctx.scale, ctx.rows, ctx.count = kernel, scale, rows, len(scores)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         q, k0, v0, out, lse, *rest = ctx.saved_tensors
-        count, scale = len(rest) // 3, ctx.scale
-        diagonals, scores = rest[: 2 * count], rest[2 * count :]
-        dq, dk, dv = ctx.kernel.backward(grad, q, k0, v0, out, lse, ctx.rows, scale)
+        count, scale = ctx.count, ctx.scale
+        diagonals, scores, kept = rest[: 2 * count], rest[2 * count : 3 * count], rest[3 * count :]
+        dq, dk, dv = ctx.kernel.backward(grad, q, k0, v0, out, lse, kept, ctx.rows, scale)
         grads: list[Tensor] = []
         if count:
             split_q, split_g = split(q, k0), split(grad, k0)
             delta = (split_g * split(out, k0)).sum(-1)
             for s, k, v in zip(scores, diagonals[::2], diagonals[1::2], strict=True):
-                p = (s - lse).exp_()
-                ds = p * ((split_g * v[:, :, None]).sum(-1) - delta) * scale
-                dq.addcmul_(ds[..., None], k[:, :, None])
-                grads.append((ds[..., None] * split_q).sum(2).to(k.dtype))
-                grads.append((p[..., None] * split_g).sum(2).to(v.dtype))
+                grads += _diagonal_backward(dq, split_q, split_g, (k, v), (s, lse, delta), scale)
         return None, None, None, dq.flatten(1, 2).to(q.dtype), dk, dv, *grads
 
 
@@ -178,7 +217,7 @@ def causal_diagonal(q: Tensor, keys: list[Tensor], values: list[Tensor], rows: R
     """Attention of the deepest entry's queries; see `causal_diagonal_dense` for shapes. Exact on every path. What an accelerator has no
     flash kernel for, float32 above all, takes the definition there."""
     if q.device.type == "cpu":
-        return merged(PerDocument(), q, keys, values, rows, scale)
+        return merged(Blocked() if Blocked.takes(q, rows) else PerDocument(), q, keys, values, rows, scale)
     if q.device.type == "cuda" and Varlen.takes(q, rows):
         return merged(Varlen(), q, keys, values, rows, scale)
     return causal_diagonal_dense(q, keys, values, rows, scale)

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class Kernel(Protocol):
     """Attention of the queries q [R, N, H] at `rows` over depth 0, k0 and v0 [T, M, H]."""
 
-    def forward(self, q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
-        """Output [R, M, G, H] and log-sum-exp [R, M, G], at least in float32."""
+    def forward(self, q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Output [R, M, G, H] and log-sum-exp [R, M, G], at least in float32, and what the backward wants to have kept."""
         ...
 
     def backward(  # noqa: PLR0913
-        self, grad: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, rows: Rows, scale: float
+        self, grad: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, kept: list[Tensor], rows: Rows, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q [R, M, G, H], at least in float32, of k0 and v0 [T, M, H]. grad, out [R, N, H] and lse [R, M, G]: of the whole
         softmax."""
@@ -53,7 +53,7 @@ def grouped(x: Tensor, group: int) -> Tensor:
 class PerDocument:
     """On a CPU: a call per document and part. Where rows of a span were left out, its mask is spelt out, and for nothing before it."""
 
-    def forward(self, q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
         group = q.shape[1] // k0.shape[1]
         out = split(q, k0).new_empty(len(q), k0.shape[1], group, q.shape[2])
         lse = out.new_empty(out.shape[:3])
@@ -70,10 +70,10 @@ class PerDocument:
                 merged = torch.logaddexp(found[0][1], found[1][1])
                 mixed = sum(((x * (part - merged).exp_()[..., None]) for x, part in found), torch.zeros_like(merged)[..., None])
             out[here], lse[here] = mixed.permute(2, 0, 1, 3), merged.permute(2, 0, 1)
-        return out, lse
+        return out, lse, []
 
     def backward(  # noqa: PLR0913
-        self, grad: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, rows: Rows, scale: float
+        self, grad: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, kept: list[Tensor], rows: Rows, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         group = q.shape[1] // k0.shape[1]
         dq = split(q, k0).new_zeros(len(q), k0.shape[1], group, q.shape[2])
@@ -200,7 +200,7 @@ class Varlen:
         fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] % 8 == 0 and q.shape[2] <= 256
         return fits and all(count <= end - first for count, (_, first, end) in zip(rows.counts, rows.spans, strict=True))
 
-    def forward(self, q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k0: Tensor, v0: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
         layout, found = rows.layout, []
         wide_q = layout.spread(q)
         for part in layout.parts:
@@ -209,17 +209,17 @@ class Varlen:
             found.append((wide(out), part.by_row(lse, len(queries))))
         if not found:
             out = split(q, k0).clone()
-            return out, out[..., 0]
+            return out, out[..., 0], []
         (out, lse), asks = found[0], layout.parts[-1].asks
         if asks is not None:
             own, (other, other_lse) = _take(lse, asks), found[1]
             merged = torch.logaddexp(own, other_lse)
             mixed = _take(out, asks) * (own - merged).exp_()[..., None] + other * (other_lse - merged).exp_()[..., None]
             out, lse = out.index_copy(0, asks, mixed), lse.index_copy(0, asks, merged)
-        return split(layout.gather(out), k0), layout.gather(lse).unflatten(1, (k0.shape[1], -1))
+        return split(layout.gather(out), k0), layout.gather(lse).unflatten(1, (k0.shape[1], -1)), []
 
     def backward(  # noqa: PLR0913
-        self, grad: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, rows: Rows, scale: float
+        self, grad: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, kept: list[Tensor], rows: Rows, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         layout = rows.layout
         wide = [layout.spread(x.contiguous()) for x in (grad, q, out, lse.flatten(1))]

@@ -57,7 +57,7 @@ def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW also where the states are offloaded: nothing to compile
         "bf16": {"enabled": cfg.train.dtype == "bfloat16", "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32" if summed else None},
-        "communication_data_type": "fp32",
+        "communication_data_type": "fp32" if summed else None,
     }
 
 

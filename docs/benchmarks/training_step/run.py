@@ -3,7 +3,7 @@
 python run.py OUT_FOLDER [--rounds 5] [--rows 1x1024:3:8192,...] [--dtype auto]     (make bench)
 
 Each contender is a process of its own (worker.py) with its packages from .bench/<name>, beside this environment's torch and
-transformers. Writes training_step.json and training_step.md. `ratio`: the fastest peer's median time over ours, all as installed;
+transformers. Rows too large for all at once are taken one contender after the other. Writes training_step.json and training_step.md. `ratio`: the fastest peer's median time over ours, all as installed;
 `ratio_tuned`: the same with glibc told to keep large blocks, which speeds the peers up; `peak_fraction`: necessary operations of our
 step per second over the best measured product of two matrices.
 """
@@ -35,6 +35,7 @@ PEERS = {
     "modelopt": ["nvidia-modelopt==0.47.0", "pulp", "scipy", "nvidia-ml-py"],
 }
 TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "34359738368"}
+SIDE_BY_SIDE = 4e8  # logits of a step over all depths, up to which all contenders are in memory at once
 D, INTER, V, Q, KV = 576, 1536, 49152, 576, 192
 ROWS = [f"{shape}:{k}:{u}" for u in (8192, V) for shape in ("1x1024", "4x512", "1x4096") for k in (3, 7)]
 
@@ -49,26 +50,42 @@ def install(name: str) -> Path:
     return folder
 
 
-def contender(name: str, settings: dict[str, Any], env: dict[str, str]) -> Contender:
+def contender(name: str, settings: dict[str, Any], env: dict[str, str]) -> Contender | None:
+    """None where it fails, which is said: its row goes on without it."""
     path = str(install(name)) if name in PEERS else ""
-    return Contender(HERE / "worker.py", name, {**settings, "warm": 2}, env | {"PYTHONPATH": path})
+    try:
+        return Contender(HERE / "worker.py", name, settings, env | {"PYTHONPATH": path})
+    except RuntimeError as error:
+        print(f"  {error}", flush=True)
+        return None
 
 
 def measure(settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Median seconds of a step and peak gigabytes above the idle process, by contender. One that fails is left out and said."""
-    contenders, found = [], {}
+    """Median seconds of a step and peak gigabytes above the idle process, by contender: all of them in turn, or, where their logits do not
+    fit into memory side by side, one after the other."""
+    size = settings["sequences"] * settings["length"] * settings["depths"] * settings["draft_vocab"]
+    if size <= SIDE_BY_SIDE:
+        return take_turns(("draftsmith", *PEERS), {**settings, "warm": 2}, rounds, env)
+    found: dict[str, dict[str, float]] = {}
     for name in ("draftsmith", *PEERS):
-        try:
-            contenders.append(contender(name, settings, env))
-        except RuntimeError as error:
-            print(f"  {error}", flush=True)
-    times: dict[str, list[float]] = {c.name: [] for c in contenders}
-    for _ in range(rounds):
+        found |= take_turns((name,), {**settings, "warm": 1}, rounds, env)
+    return found
+
+
+def take_turns(names: tuple[str, ...], settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[str, dict[str, float]]:
+    contenders = [one for name in names if (one := contender(name, settings, env)) is not None]
+    times: dict[str, list[float]] = {one.name: [] for one in contenders}
+    found = {}
+    try:
+        for _ in range(rounds):
+            for one in contenders:
+                times[one.name].append(one.ask("step")["wall"])
         for one in contenders:
-            times[one.name].append(one.ask("step")["wall"])
+            peak = one.ask("peak")
+            found[one.name] = {"seconds": statistics.median(times[one.name]), "gb": peak["peak_gb"] - peak["idle_gb"]}
+    except RuntimeError as error:  # out of memory, above all
+        print(f"  {error}", flush=True)
     for one in contenders:
-        peak = one.ask("peak")
-        found[one.name] = {"seconds": statistics.median(times[one.name]), "gb": peak["peak_gb"] - peak["idle_gb"]}
         one.close()
     return found
 
