@@ -33,6 +33,7 @@ from heads.base import Batch
 
 WINDOW = 1024  # sequences sorted by length together: long enough to find like lengths, short enough to mix an epoch
 QUEUED_STEPS = 2
+TOP = ("top_ids", "top_log_p")  # of a document, as data.teacher.read_rows has them
 POLL_SECONDS = 0.5  # between two looks for what is not there yet
 
 
@@ -136,6 +137,7 @@ class Batches:
             taps_TLD=joined([document["taps"] for document in documents]) if self.taps else None,
             last_TD=None if documents[0]["last"] is None else joined([document["last"] for document in documents]),
             kv=[joined(list(parts)) for parts in zip(*(document["kv"] for document in documents), strict=True)],
+            **{f"{key}_TC": joined([document[key] for document in documents]) for key in TOP if documents[0][key] is not None},
         )
 
     def step(self, i: int, accum: int) -> list[Batch]:

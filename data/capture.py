@@ -18,6 +18,7 @@ from data.lock import alone
 from data.manifest import as_stored, check_free, free_bytes
 from data.online import Answers
 from data.part import WHOLE, Part
+from data.teacher import kept_for
 from data.window import Sizes, Waiting, WindowWriter, order_of, read_id, read_progress
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def capture_run(cfg: RunConfig, head: DraftHead, target_dir: Path, sizes: Sizes 
     answers = {split: Path(cfg.data.responses) / f"{split}.jsonl" for split in ("train", "heldout")}
     for split, path in answers.items():
         check_responses(path, maker, asks(cfg.data, split))
-    taps, last = tuple(sorted(set(head.taps))), head.needs_last
+    taps, last = tuple(sorted(set(head.taps))), kept_for(head.needs_last, cfg.data.teacher)
     manifest = {**maker, "taps": list(taps), "hidden_size": head.target.hidden_size, "last": last, "dtype": cfg.data.states_dtype}
     manifest |= {"engine": engine_identity()}
     settings = {"target_dir": target_dir, "target_cfg": cfg.target, "max_length": cfg.data.max_length}

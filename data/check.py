@@ -21,8 +21,10 @@ from data.forward import Forward
 from data.identity import read_meta, template_hash, tokenizer_hash
 from data.manifest import anew, other_maker
 from data.progress import table_console
+from data.states import label_rows
 from data.store import Store
 from data.target import fingerprint, frozen, spec
+from data.teacher import tail_mass
 
 CLOSE = 0.1  # relative error to transformers' float32 states; a bfloat16 engine's stay below 0.02, taps stored as fp8 below 0.03
 BEFORE_NORM, EARLY, LATE = "before the norm", "one token early", "one token late"  # states that last may be instead of its own
@@ -48,6 +50,7 @@ class Reference:
 
     def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
         self.folder, self.lm_head_VD = folder, frozen(folder, torch.float32, device).lm_head_VD
+        self.softcap = spec(folder).logit_softcap
         self.forward = Forward(folder, range(spec(folder).num_layers + 1), torch.float32, device)
         # (residual streams [T, layers + 1, D], last [T, D]) of token ids [T]
         self.states = self.forward.states
@@ -67,7 +70,7 @@ def mask_faults(store: Store, answers_path: Path) -> list[Fault]:
 
 
 def state_faults(store: Store, reference: Reference, count: int) -> tuple[list[Fault], dict[str, float]]:
-    """`count` sequences against transformers. Also returns figures: relative error of each tap and of last, argmax agreement, surprise
+    """`count` sequences against transformers. Also returns figures: error of each tap and of the teacher, argmax agreement, surprise
     (nats per supervised token above what the target's own samples would have)."""
     taps = tuple(store.manifest["taps"])
     sums: dict[str, list[float]] = {}
@@ -79,8 +82,8 @@ def state_faults(store: Store, reference: Reference, count: int) -> tuple[list[F
             stored_TD = item["taps"][:, j].float()
             sums.setdefault(f"tap {tap}", []).append(float(_error(stored_TD, streams_TLD[:, tap])))
             meant.setdefault(tap, []).append(_nearest(stored_TD, streams_TLD, tap))
-        if item["last"] is not None:
-            for name, value in _last_figures(item, streams_TLD[:, -1], last_TD, reference.lm_head_VD).items():
+        if store.manifest["last"] != "none":
+            for name, value in _teacher_figures(item, streams_TLD[:, -1], last_TD, reference.lm_head_VD, reference.softcap).items():
                 sums.setdefault(name, []).append(value)
     figures = {name: sum(values) / len(values) for name, values in sums.items()}
     return _judge(figures, {tap: max(set(found), key=found.count) for tap, found in meant.items()}), figures
@@ -96,20 +99,35 @@ def _nearest(stored_TD: Tensor, streams_TLD: Tensor, tap: int) -> str:
     return nearest if errors[nearest] <= CLOSE else ""
 
 
-def _last_figures(item: dict[str, Any], raw_TD: Tensor, last_TD: Tensor, lm_head_VD: Tensor) -> dict[str, float]:
-    """Over the rows that are stored and predict a label."""
-    rows = (item["loss_mask"][1:] & item["last"][:-1].any(-1)).nonzero().squeeze(1)
-    stored, label = item["last"][rows].float(), item["token_ids"][rows + 1]
-    log_p = (stored @ lm_head_VD.T).log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return {
-        "last": float(_error(stored, last_TD[rows])),
-        f"last, {BEFORE_NORM}": float(_error(stored, raw_TD[rows])),
-        f"last, {EARLY}": float(_error(stored, last_TD[(rows - 1).clamp(min=0)])),
-        f"last, {LATE}": float(_error(stored, last_TD[(rows + 1).clamp(max=len(last_TD) - 1)])),
-        "argmax": float((log_p.argmax(-1) == (last_TD[rows] @ lm_head_VD.T).argmax(-1)).float().mean()),
-        "surprise": float((-log_p.gather(1, label[:, None]).squeeze(1) - entropy).mean()),
+def _teacher_figures(item: dict[str, Any], raw_TD: Tensor, last_TD: Tensor, lm_head_VD: Tensor, softcap: float | None) -> dict[str, float]:
+    """Over the rows that predict a label: the relative error of last, or half the sum of the likeliest tokens' differences in probability,
+    against the true states and those that may have been stored instead."""
+    rows, top = label_rows(item["loss_mask"]).nonzero().squeeze(1), item["last"] is None
+    stored, label = (item["top_log_p"][rows].exp() if top else item["last"][rows].float()), item["token_ids"][rows + 1]
+
+    def log_p(state_RD: Tensor) -> Tensor:
+        z_RV = state_RD @ lm_head_VD.T
+        return (z_RV if softcap is None else (z_RV / softcap).tanh() * softcap).log_softmax(-1)
+
+    def error(state_RD: Tensor) -> float:
+        if not top:
+            return float(_error(stored, state_RD))
+        return float((log_p(state_RD).exp().gather(1, item["top_ids"][rows].long()) - stored).abs().sum(-1).mean() / 2)
+
+    true_RV = log_p(last_TD[rows])
+    of_text_RV = true_RV if top else log_p(stored)
+    best_R = item["top_ids"][rows, 0] if top else of_text_RV.argmax(-1)
+    entropy_R = -(of_text_RV.exp() * of_text_RV).sum(-1)
+    name = "top" if top else "last"
+    figures = {
+        name: error(last_TD[rows]),
+        f"{name}, {BEFORE_NORM}": error(raw_TD[rows]),
+        f"{name}, {EARLY}": error(last_TD[(rows - 1).clamp(min=0)]),
+        f"{name}, {LATE}": error(last_TD[(rows + 1).clamp(max=len(last_TD) - 1)]),
+        "argmax": float((best_R == true_RV.argmax(-1)).float().mean()),
+        "surprise": float((-of_text_RV.gather(1, label[:, None]).squeeze(1) - entropy_R).mean()),
     }
+    return figures | ({"tail": float(tail_mass(item["top_log_p"][rows]).mean())} if top else {})
 
 
 def _judge(figures: dict[str, float], meant: dict[int, str]) -> list[Fault]:
@@ -120,18 +138,19 @@ def _judge(figures: dict[str, float], meant: dict[int, str]) -> list[Fault]:
             instead = f"it is {nearest}" if nearest else "nor is it any other layer's"
             text = f"tap {tap} is not the target's own state there (relative error {error:.2f}); {instead}. {anew()}"
             faults.append(Fault("slot" if nearest in (EARLY, LATE) else "tap", text))
-    if "last" not in figures:
+    name = next((name for name in ("last", "top") if name in figures), None)
+    if name is None:
         return faults
-    if figures["last"] <= CLOSE:
+    if figures[name] <= CLOSE:
         if figures["surprise"] > OFF_POLICY:
             text = f"the answers surprise the target by {figures['surprise']:.2f} nats a token more than its own would"
             faults.append(Fault("off-policy", f"{text}: another hand wrote them. Sample them with `{command('respond')}`"))
         return faults
     kinds = {BEFORE_NORM: "norm", EARLY: "slot", LATE: "slot"}
-    nearest = min(kinds, key=lambda name: figures[f"last, {name}"])
-    if figures[f"last, {nearest}"] > CLOSE:
-        return [*faults, Fault("last", f"last is not the target's own (relative error {figures['last']:.2f}). {anew()}")]
-    return [*faults, Fault(kinds[nearest], f"what is stored as last is the target's own {nearest}. {anew()}")]
+    nearest = min(kinds, key=lambda kind: figures[f"{name}, {kind}"])
+    if figures[f"{name}, {nearest}"] > CLOSE:
+        return [*faults, Fault(name, f"{name} is not the target's own (relative error {figures[name]:.2f}). {anew()}")]
+    return [*faults, Fault(kinds[nearest], f"what is stored as {name} is the target's own {nearest}. {anew()}")]
 
 
 def check_store(folder: Path, reference: Reference, answers_path: Path, count: int) -> tuple[list[Fault], dict[str, float], str]:

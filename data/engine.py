@@ -22,6 +22,7 @@ from data.part import WHOLE, Part
 from data.record import OTHER
 from data.store import StoreWriter
 from data.target import spec
+from data.teacher import top_k
 
 if TYPE_CHECKING:
     from train.config import TargetConfig
@@ -74,8 +75,8 @@ def capture(  # noqa: PLR0913
     part: Part = WHOLE,
 ) -> dict[str, Any]:
     """Runs each response record (prompt + response) that was asked for through the target once and stores its states: the residual streams
-    after `taps` layers, and with `last` the state after the final norm; where neither is asked for, its tokens alone. Resumes: sequences in
-    the store are not run again.
+    after `taps` layers, and with `last` the state after the final norm, or what is likeliest after it ("top<k>"); where neither is asked
+    for, its tokens alone. Resumes: sequences in the store are not run again.
 
     manifest: the identity of the capture, for StoreWriter. part: of the records, for one of several engines, whose states go to a store
     of its own in the folder. Sequences over max_length are cut, those without a response token
@@ -129,6 +130,18 @@ def say_lost(store_dir: Path, answers: list[dict[str, Any]]) -> None:
     if lost := [f"{name} ({len(kept)})" for name, kept in sorted(found.items()) if not any(kept)]:
         why = f"{store_dir / 'quarantine.jsonl'} lists what has NaN or Inf, and what has no response token was left out above"
         print(f"capture: the store holds no answer at all of {', '.join(lost)}: {why}", flush=True)
+    say_tail(store_dir)
+
+
+def say_tail(store_dir: Path) -> None:
+    """Of a finished store whose teacher is the likeliest tokens: what it takes, and the mass of all others."""
+    manifest = read_manifest(store_dir)
+    if (k := top_k(manifest["last"])) is None or not manifest["supervised_tokens"]:
+        return
+    size, mass = (sum(shard[key] for shard in manifest["shards"]) for key in ("bytes", "tail_mass"))
+    tail = mass / manifest["supervised_tokens"]
+    print(f"capture: {size / manifest['tokens']:,.0f} bytes a token, {k} tokens as the teacher of each supervised one", flush=True)
+    print(f"capture: tail mass {tail:.1%} on average, and by no more is the teacher off in total variation (docs/data.md)", flush=True)
 
 
 def _say_sizes(store_dir: Path, need: int, tokens: int, counts: dict[str, int], dtype: str, max_length: int) -> None:
@@ -155,7 +168,7 @@ def capture_job(
     sizes = {"max_model_len": longest, "seqs": min(in_flight, len(todo))}
     llm = llm_settings(target_dir, target_cfg, dtype=target_cfg.dtype, **sizes, compiled=False) | captured_as(target)
     connector = {"window": None, **plan, "layer_ids": layer_ids}
-    connector |= {"target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers}
+    connector |= {"target_dir": llm["model"], "eps": target.rms_norm_eps, "depth": target.num_layers, "softcap": target.logit_softcap}
     running = 2 * llm["max_num_batched_tokens"] + longest  # this step's tokens, those of the step before, one sequence in part
     cache = cache_plan(target, llm, tokens=running, layers=target.num_layers, hidden_states=len(layer_ids))
     return {"task": "capture", "llm": llm, "states": True, "connector": connector, **cache}

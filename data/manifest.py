@@ -16,9 +16,9 @@ from data.commands import command
 from data.errors import UserError
 from data.files import bytes_text
 from data.states import row_bytes
+from data.teacher import LAST_POLICIES, holds, top_bytes, top_k
 
 FORMAT_VERSION = 1
-LAST_POLICIES = ("none", "supervised", "all")  # each holds all that those before it hold
 COUNTS = ("sequences", "tokens", "supervised_tokens")  # of a store and of each shard
 PER_SEQUENCE = ("ids", "lengths", "first_labels")  # lists of a shard
 # What a capture is: two runs that differ in one of these must not share a store.
@@ -27,8 +27,10 @@ IDENTITY = ("target", "tokenizer_hash", "template_hash", "taps", "hidden_size", 
 
 def plan_bytes(n_tokens: int, n_supervised: int, L: int, D: int, last: str, dtype: str) -> int:
     """Bytes of a store of L taps of width D with these counts; file headers and offsets (well below 1 %) are left out."""
-    rows = {"none": 0, "supervised": n_supervised, "all": n_tokens}[last]
     tap_bytes, last_bytes = row_bytes(dtype, D)
+    if (k := top_k(last)) is not None:
+        last_bytes = top_bytes(k, dtype)
+    rows = n_supervised if k else {"none": 0, "supervised": n_supervised, "all": n_tokens}[last]
     return n_tokens * (4 + 1 + L * tap_bytes) + rows * last_bytes
 
 
@@ -72,8 +74,8 @@ def check_compatible(
     found = [f"{part}: {text}" for part, text in other_maker(manifest, fingerprint, tokenizer_hash, template_hash)]
     if missing := sorted(set(taps) - set(manifest["taps"])):
         found.append(f"taps: the head reads {list(taps)}, the store holds {manifest['taps']} and lacks {missing}")
-    if LAST_POLICIES.index(needs_last) > LAST_POLICIES.index(manifest["last"]):
-        found.append(f"last: the head needs {needs_last!r}, the store holds {manifest['last']!r}")
+    if not holds(manifest["last"], needs_last):
+        found.append(f"last (data.teacher): the head needs {needs_last!r}, the store holds {manifest['last']!r}")
     if found:
         raise UserError(f"the store does not fit this run: {'; '.join(found)}. {anew()}")
     if not manifest["closed"]:
@@ -100,9 +102,11 @@ def as_stored(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         return manifest
     there = read_manifest(folder)
     taps, last = there["taps"], there["last"]
-    if not isinstance(taps, list) or taps != sorted(set(taps)) or last not in LAST_POLICIES:  # by hand: refused as another capture
+    if (
+        not isinstance(taps, list) or taps != sorted(set(taps)) or not (last in LAST_POLICIES or top_k(last))
+    ):  # by hand: refused as another capture
         return manifest
-    enough = set(manifest["taps"]) <= set(taps) and LAST_POLICIES.index(manifest["last"]) <= LAST_POLICIES.index(last)
+    enough = set(manifest["taps"]) <= set(taps) and holds(last, manifest["last"])
     return manifest | {"taps": taps, "last": last} if enough else manifest
 
 

@@ -24,7 +24,8 @@ class Answers(Sequences):
     out, as capture does. others: how many more there are in the file.
 
     forward: works out the states, whose taps it was made with; None where no state is read. last: the policy of a store ("none",
-    "supervised" or "all"). maker: what data.identity says of the target. kv_layers: see heads.base.DraftHead. UserError: no answer is left.
+    "supervised", "all"; "top<k>" without a `forward` alone). maker: what data.identity says of the target. kv_layers: see
+    heads.base.DraftHead. UserError: no answer is left.
     """
 
     def __init__(
@@ -49,7 +50,11 @@ class Answers(Sequences):
     def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
         """As Store.get, on the CPU, in the target's dtype. UserError: a state that is NaN or Inf."""
         ids_T, mask_T = self.tokens(i, stop)
-        found: dict[str, Any] = {"token_ids": ids_T, "loss_mask": mask_T, "taps": None, "last": None, "kv": []}
+        found: dict[str, Any] = dict.fromkeys(("taps", "last", "top_ids", "top_log_p")) | {
+            "token_ids": ids_T,
+            "loss_mask": mask_T,
+            "kv": [],
+        }
         if self.forward is None:
             assert not taps and self.last == "none" and not self.kv_layers, "no states without the target"
             return found

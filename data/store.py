@@ -2,11 +2,12 @@
 
 A shard holds whole sequences end to end, without padding: token_ids [N] int32, loss_mask [N] uint8, offsets [S+1] int64,
 taps [N, L, D] and last, the states after the target's final norm: [N, D] (policy "all"), [R, D] ("supervised": only the rows whose
-next token is a label) or absent ("none"); compact ones with scales beside them, see data/states.py. A shard is written in `writing/`,
+next token is a label) or absent ("none"), or, in its place at these rows, the likeliest tokens top_ids and top_log_p [R, C] ("top<k>", see
+data/teacher.py); compact states with scales beside them, see data/states.py. A shard is written in `writing/`,
 synced and moved beside the others; then the manifest is replaced in the same way. A kill at any moment therefore leaves a store that
 is valid up to its manifest.
 
-Shape suffixes: N tokens of a shard, T tokens of a sequence, S sequences, L taps, D hidden, R stored `last` rows.
+Shape suffixes: N tokens of a shard, T tokens of a sequence, S sequences, L taps, D hidden, R stored `last` rows, C likeliest tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from data.errors import UserError
 from data.manifest import (
     FORMAT_VERSION,
     IDENTITY,
-    LAST_POLICIES,
     anew,
     check_free,
     check_same_capture,
@@ -45,7 +45,8 @@ from data.manifest import check_compatible as check_compatible
 from data.manifest import check_disk as check_disk
 from data.manifest import plan_bytes as plan_bytes
 from data.sequences import Sequences
-from data.states import finite, label_rows, pack_last, pack_taps, parts, read_dtype, unpack_last, unpack_taps
+from data.states import finite, label_rows, pack_last, pack_taps, parts, read_dtype, unpack_taps
+from data.teacher import LAST_POLICIES, pack_top, read_rows, tail_mass, top_k
 
 MAX_OPEN_SHARDS = 256  # mapped at once by one reader
 
@@ -60,7 +61,7 @@ class StoreWriter:
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shard_tokens: int = 65536) -> None:
         assert set(IDENTITY) <= set(manifest), f"manifest lacks {set(IDENTITY) - set(manifest)}"
-        assert manifest["last"] in LAST_POLICIES, manifest["last"]
+        assert manifest["last"] in LAST_POLICIES or top_k(manifest["last"]), manifest["last"]
         self.folder, self.shard_tokens = folder, shard_tokens
         self.dtype = manifest["dtype"]
         read_dtype(self.dtype)  # refuses an unknown one
@@ -113,16 +114,18 @@ class StoreWriter:
         return {json.loads(line)["id"] for line in whole.splitlines()}
 
     def add(
-        self, name: str, token_ids_T: Tensor, loss_mask_T: Tensor, taps_TLD: Tensor | None = None, last_TD: Tensor | None = None
-    ) -> bool:
-        """Copies one sequence in: states of every token, `last` of every row whatever the policy stores (None for policy "none").
+        self, name: str, token_ids_T: Tensor, loss_mask_T: Tensor, taps_TLD: Tensor | None = None, last_TD: Tensor | None = None,
+        top: tuple[Tensor, Tensor] | None = None,
+    ) -> bool:  # fmt: skip
+        """Copies one sequence in: states of every token, `last` of every row whatever the policy stores (None for policy "none"), or for
+        policy "top<k>" what data.teacher.likeliest has of the label_rows.
 
         False: it holds NaN or Inf in the storage dtype and was quarantined.
         """
         n_tokens, n_taps, policy = len(token_ids_T), len(self.manifest["taps"]), self.manifest["last"]
         assert name not in self.done, f"{name} was added before"
         assert n_tokens > 0 and loss_mask_T.shape == (n_tokens,), (name, loss_mask_T.shape)
-        assert (taps_TLD is None) == (n_taps == 0) and (last_TD is None) == (policy == "none"), name
+        assert (taps_TLD is None) == (n_taps == 0) and (last_TD is None) == (policy == "none" or top is not None), name
         tensors = {"token_ids": token_ids_T.to("cpu", torch.int32, copy=True), "loss_mask": loss_mask_T.to("cpu", torch.bool, copy=True)}
         if taps_TLD is not None:
             assert taps_TLD.shape == (n_tokens, n_taps, self.manifest["hidden_size"]), (name, taps_TLD.shape)
@@ -131,8 +134,11 @@ class StoreWriter:
             assert last_TD.shape == (n_tokens, self.manifest["hidden_size"]), (name, last_TD.shape)
             rows_RD = last_TD if policy == "all" else last_TD[label_rows(loss_mask_T).to(last_TD.device)]
             tensors |= pack_last(rows_RD, self.dtype)
+        if top is not None:
+            assert {x.shape for x in top} == {(int(label_rows(loss_mask_T).sum()), top_k(policy))}, (name, policy)
+            tensors |= pack_top(*top, self.dtype)
         self.done.add(name)
-        if bad := [key for key in ("taps", "last") if key in tensors and not finite(tensors, key)]:
+        if bad := [key for key in ("taps", "last", "top_log_p") if key in tensors and not finite(tensors, key)]:
             self.set_aside(name, f"NaN or Inf in {' and '.join(bad)}")
             return False
         self._pending.append((name, tensors))
@@ -183,6 +189,8 @@ class StoreWriter:
                 "first_labels": [int(row.byte().argmax()) + 1 if row.any() else len(row) for row in rows],
             }
         )
+        if "top_log_p" in tensors:
+            shards[-1]["tail_mass"] = round(float(tail_mass(tensors["top_log_p"]).sum()), 6)  # over its rows
         self._pending, self._pending_tokens = [], 0
         self.write_manifest()
 
@@ -242,7 +250,7 @@ class Store(Sequences):
             raise ValueError("its offsets are not those of the manifest")
         offsets = offsets_S1.tolist()
         policy = self.manifest["last"]
-        if policy == "supervised":
+        if policy == "supervised" or top_k(policy):
             rows = [int(label_rows(mask_N[a:b]).sum()) for a, b in zip(offsets, offsets[1:], strict=False)]
             return _Shard(file, mask_N, offsets, np.cumsum([0, *rows]).tolist())
         return _Shard(file, mask_N, offsets, offsets)
@@ -259,7 +267,8 @@ class Store(Sequences):
     def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
         """Sequence i, its first `stop` tokens: token_ids [T] int64, loss_mask [T] bool, taps [T, L, D] in the order asked for
         (None for no taps), last [T, D] with zero rows where none is stored (None for policy "none" or with_last=False); states
-        in the storage dtype, those of "fp8" in bfloat16. UserError naming shard and sequence where it cannot be read.
+        in the storage dtype, those of "fp8" in bfloat16; for policy "top<k>" instead of last top_ids int32 and top_log_p float32 [T, C], of
+        which only the rows that predict a label say anything. UserError naming shard and sequence where it cannot be read.
         """
         columns = [self.manifest["taps"].index(tap) for tap in taps]
         number = int(np.searchsorted(self._starts, i, side="right")) - 1
@@ -276,15 +285,13 @@ class Store(Sequences):
         length = end - first if stop is None else min(end - first, stop)
         mask_T = shard.loss_mask_N[first : first + length].clone()
         ids_T = shard.file.get_slice("token_ids")[first : first + length].long()
-        taps_TLD = last_TD = None
+        found = dict.fromkeys(("taps", "last", "top_ids", "top_log_p")) | {"token_ids": ids_T, "loss_mask": mask_T, "kv": []}
         if columns:
             whole = columns == list(range(len(self.manifest["taps"])))
             slices = [shard.file.get_slice(key) for key in parts("taps", dtype)]
-            taps_TLD = unpack_taps([x[first : first + length] if whole else x[first : first + length, columns] for x in slices], dtype)
-        if with_last and self.manifest["last"] != "none":
-            rows_T = torch.ones_like(mask_T) if self.manifest["last"] == "all" else label_rows(shard.loss_mask_N[first:end])[:length]
-            a, n_rows = shard.last_offsets[k], int(rows_T.sum())
-            last_TD = torch.zeros(length, self.manifest["hidden_size"], dtype=read_dtype(dtype))
-            if n_rows:
-                last_TD[rows_T] = unpack_last([shard.file.get_slice(key)[a : a + n_rows] for key in parts("last", dtype)], dtype)
-        return {"token_ids": ids_T, "loss_mask": mask_T, "taps": taps_TLD, "last": last_TD, "kv": []}
+            found["taps"] = unpack_taps([x[first : first + length] if whole else x[first : first + length, columns] for x in slices], dtype)
+        if with_last and (kept := self.manifest["last"]) != "none":
+            rows_T = torch.ones_like(mask_T) if kept == "all" else label_rows(shard.loss_mask_N[first:end])[:length]
+            here = slice(shard.last_offsets[k], shard.last_offsets[k] + int(rows_T.sum()))
+            found |= read_rows(lambda key: shard.file.get_slice(key)[here], kept, rows_T, self.manifest["hidden_size"], dtype)
+        return found

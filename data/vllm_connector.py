@@ -24,8 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 
 from data.answers import Spans, mask_of
+from data.states import label_rows
 from data.store import StoreWriter
-from data.target import final_norm
+from data.target import final_norm, frozen
+from data.teacher import likeliest, top_k
 from data.window import Sizes, WindowWriter
 
 
@@ -46,7 +48,7 @@ def rms_norm(x_nD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 class StoreConnector(ExampleHiddenStatesConnector):
     """Extra config: store_dir, manifest, layer_ids (ascending, as vLLM orders its columns), taps, last, target_dir, eps,
-    depth (the target's layers), shard_tokens, window (the fields of data.window.Sizes, or None)."""
+    depth (the target's layers), softcap (of its logits), shard_tokens, window (the fields of data.window.Sizes, or None)."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -73,8 +75,12 @@ class StoreConnector(ExampleHiddenStatesConnector):
         if self._is_tp_rank_zero:
             kind = WindowWriter if self.plan["window"] else StoreWriter
             self.writer = kind(Path(self.plan["store_dir"]), self.plan["manifest"], self.plan["shard_tokens"])
-            self.norm_D = final_norm(Path(self.plan["target_dir"]))
+            self.norm_D, self.k = final_norm(Path(self.plan["target_dir"])), top_k(self.plan["last"])
             self.columns = [self.plan["layer_ids"].index(tap) for tap in self.plan["taps"]]
+            if self.k is not None:
+                assert self._kv_cache is not None
+                self.norm_D = self.norm_D.to(self._kv_cache.device)
+                self.lm_head_VD = frozen(Path(self.plan["target_dir"]), self._kv_cache.dtype, self._kv_cache.device).lm_head_VD
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Stores what finished in the step before, and lets the scheduler free those blocks."""
@@ -91,16 +97,24 @@ class StoreConnector(ExampleHiddenStatesConnector):
         return done or None, None
 
     def _store(self, pending: Handover) -> None:
-        """Takes the states out of the cache, whose blocks may then be used again, and hands them to the writer's thread."""
+        """Takes the states out of the cache, whose blocks may then be used again, and hands them to the writer's thread; the likeliest
+        tokens are worked out where the cache is."""
         assert self._kv_cache is not None
         n = pending.token_ids.shape[0]
         blocks = torch.tensor(pending.block_ids, dtype=torch.long)
         slots_n = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:n]
-        states_nCD = extract_from_kv_cache(self._kv_cache, slots_n.to(self._kv_cache.device), n).to("cpu", non_blocking=True)
+        states_nCD = extract_from_kv_cache(self._kv_cache, slots_n.to(self._kv_cache.device), n)
+        mask_n = torch.tensor(mask_of(pending.spans, n))
+        top = None
+        if self.k is not None:
+            rows = label_rows(mask_n).nonzero().squeeze(1).to(states_nCD.device)
+            found = likeliest(self._last(states_nCD[rows]), self.lm_head_VD, self.k, self.plan["softcap"])
+            top = (found[0].to("cpu", non_blocking=True), found[1].to("cpu", non_blocking=True))
+        states_nCD = states_nCD.to("cpu", non_blocking=True)
         copied = torch.cuda.Event() if self._kv_cache.is_cuda else None
         if copied:
             copied.record()
-        self.backlog.append((self.thread.submit(self._write, pending, states_nCD, copied), n))
+        self.backlog.append((self.thread.submit(self._write, pending, mask_n, states_nCD, top, copied), n))
         self.handed.add(pending.req_id)
         self.wait_for_writer(self.plan["shard_tokens"])
 
@@ -109,18 +123,20 @@ class StoreConnector(ExampleHiddenStatesConnector):
         while self.backlog and (self.backlog[0][0].done() or sum(n for _, n in self.backlog) > tokens):
             self.backlog.popleft()[0].result()
 
-    def _write(self, pending: Handover, states_nCD: Tensor, copied: torch.cuda.Event | None) -> None:
+    def _last(self, states_nCD: Tensor) -> Tensor:
+        """After the final norm: vLLM gives the last residual stream before it."""
+        return rms_norm(states_nCD[:, self.plan["layer_ids"].index(self.plan["depth"])], self.norm_D, self.plan["eps"])
+
+    def _write(
+        self, pending: Handover, mask_n: Tensor, states_nCD: Tensor, top: tuple[Tensor, Tensor] | None, copied: torch.cuda.Event | None
+    ) -> None:
         assert self.writer is not None
         if copied:
             copied.synchronize()
         taps_nLD = states_nCD[:, self.columns] if self.columns else None
-        last_nD = None
-        if self.plan["last"] != "none":
-            final = self.plan["layer_ids"].index(self.plan["depth"])  # vLLM gives the last residual stream before the final norm
-            last_nD = rms_norm(states_nCD[:, final], self.norm_D, self.plan["eps"])
-        mask_n = torch.tensor(mask_of(pending.spans, len(states_nCD)))
+        last_nD = self._last(states_nCD) if top is None and self.plan["last"] != "none" else None
         with self.lock:
-            self.writer.add(pending.record_id, pending.token_ids, mask_n, taps_nLD, last_nD)
+            self.writer.add(pending.record_id, pending.token_ids, mask_n, taps_nLD, last_nD, top)
 
 
 def close_store(_worker: Any) -> None:

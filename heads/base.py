@@ -1,6 +1,6 @@
 """The head contract: what a draft head reads, what it returns, and what an engine needs of it.
 
-Shape suffixes: T tokens of a packed batch, D hidden, V vocab, U draft vocab, K depths, L taps, S documents.
+Shape suffixes: T tokens of a packed batch, D hidden, V vocab, U draft vocab, K depths, L taps, S documents, C likeliest tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ class Batch:
     taps_TLD: Tensor | None = None  # residual streams, in the head's tap order
     last_TD: Tensor | None = None  # after the target's final norm; zero rows where the store holds none
     kv: list[Tensor] = field(default_factory=list)  # of the head's kv_layers, in their order: keys and values [T, 2, M, H]
+    top_ids_TC: Tensor | None = None  # the target's likeliest next tokens in the place of last_TD, the likeliest first; int32
+    top_log_p_TC: Tensor | None = None  # their log-probabilities over the whole vocabulary, float32
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
-        """The same batch on `device`, states cast to `dtype` there; offsets stay on the CPU."""
+        """The same batch on `device`, states cast to `dtype` there; offsets stay on the CPU, log-probabilities in float32."""
 
         def move(x: Tensor) -> Tensor:
             x = x.to(device, non_blocking=True)
             return x.to(dtype) if x.is_floating_point() else x
 
         taps, last = (None if x is None else move(x) for x in (self.taps_TLD, self.last_TD))
-        return Batch(move(self.token_ids_T), move(self.loss_mask_T), self.offsets_S1, taps, last, [move(x) for x in self.kv])
+        top = (None if x is None else x.to(device, non_blocking=True) for x in (self.top_ids_TC, self.top_log_p_TC))
+        return Batch(move(self.token_ids_T), move(self.loss_mask_T), self.offsets_S1, taps, last, [move(x) for x in self.kv], *top)
 
 
 @dataclass
@@ -64,7 +67,7 @@ class DraftHead(nn.Module):
     """Base of every head. Built from a TargetSpec alone, so it builds on the `meta` device for any target."""
 
     taps: tuple[int, ...] = ()  # layers applied: 0 = embeddings, L = after the last layer, before the final norm
-    needs_last: Literal["none", "supervised", "all"] = "none"  # where the post-final-norm state is read
+    needs_last: Literal["none", "supervised", "all"] = "none"  # the post-final-norm state: not read, read as the teacher alone, an input
     kv_layers: tuple[int, ...] = ()  # target layers, from 0, whose keys and values are read as its attention reads them: normed, rotated
     scaled: bool = False  # knows of embed_scale and logit_softcap; others are not built for a target that has them
     depths: int

@@ -29,6 +29,7 @@ from heads.losses import Labels, LowRank, fused_loss
 from heads.metrics import hits, rates
 from heads.objectives import parse
 from heads.parallel import check_mask_token
+from heads.teacher import teacher_of
 
 
 class BlockHead(DraftHead):
@@ -90,10 +91,9 @@ class BlockHead(DraftHead):
         self, x_KBD: list[Tensor], previous_KB: list[Tensor], batch: Batch, labels: Labels, weight_K: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See heads.losses.fused_loss."""
-        assert batch.last_TD is not None
-        head_VD = self.frozen.lm_head_VD
+        head_VD, known = self.frozen.lm_head_VD, teacher_of(batch, self.target.vocab_size)
         chunk, term = self.loss_chunk, self.term(previous_KB)
-        return fused_loss(x_KBD, head_VD, head_VD, batch.last_TD, labels, weight_K, self.mixture, chunk, term)
+        return fused_loss(x_KBD, head_VD, head_VD, known, labels, weight_K, self.mixture, chunk, term)
 
     def worked(self, tokens: int) -> tuple[float, float]:
         """See ChainHead.worked. The context passes fc and the projections to keys and values, slots pass the layers."""
@@ -175,7 +175,8 @@ class BlockHead(DraftHead):
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """generated_B: whether the anchor is a token that the target generated, as all are that an engine drafts from."""
         head_VD, term = self.frozen.lm_head_VD, self.term(previous_KB)
-        hit_KB = hits(x_KBD, head_VD, None, head_VD, batch.last_TD, labels, self.loss_chunk, term)
+        known = teacher_of(batch, self.target.vocab_size)
+        hit_KB = hits(x_KBD, head_VD, None, head_VD, known, labels, self.loss_chunk, term)
         return rates(hit_KB, labels.row_KL, generated_B)
 
     # ---- drafting

@@ -18,6 +18,7 @@ from heads.base import Batch, DraftHead, Frozen, LossOut, TargetSpec, check_posi
 from heads.losses import Labels, fused_loss
 from heads.metrics import hits, rates
 from heads.objectives import parse
+from heads.teacher import Top, teacher_of
 
 # Drafting level by level, as trees are: yields log q [R, V] after the R nodes of a level (first of the root, the last known token) and is
 # sent the next level, the row of each node's parent in this one and its token, [R] int64 both.
@@ -118,13 +119,13 @@ class ChainHead(DraftHead):
         docs = Documents(batch.offsets_S1, batch.token_ids_T.device)
         labels = self.labels(batch, docs)
         count_K = (labels.row_KL >= 0).sum(1)
-        x_KRD, last_TD = self.outputs(batch, docs, labels), self._last(batch)
+        x_KRD, known = self.outputs(batch, docs, labels), self._known(batch)
         weight_K = torch.ones(self.depths, device=count_K.device) if weight_K is None else weight_K
         total, loss_K = torch.zeros((), device=weight_K.device), torch.zeros(self.depths, device=weight_K.device)
         for depths, part in self._by_lm_head(labels):
             x, heads = [x_KRD[k] for k in depths], (self.head_rows(depths[0]), self.teacher_UD)
             about = {"loss": self.mixture, "chunk": self.loss_chunk, "softcap": self.target.logit_softcap}
-            part_total, loss_K[depths] = fused_loss(x, *heads, last_TD, part, weight_K[depths], **about)
+            part_total, loss_K[depths] = fused_loss(x, *heads, known, part, weight_K[depths], **about)
             total = total + part_total
         more_K = self.more_loss(x_KRD, batch, labels)
         if more_K is not None:
@@ -132,13 +133,10 @@ class ChainHead(DraftHead):
         metrics = {} if self.training else self._metrics(x_KRD, batch, docs, labels)
         return LossOut(total, loss_K, count_K, metrics)
 
-    def _last(self, batch: Batch) -> Tensor | None:
-        """The states of the teacher. None where the head asks for none, also where the batch has them: what is measured must not depend
+    def _known(self, batch: Batch) -> Tensor | Top | None:
+        """What the teacher is made of. None where the head asks for none, also where the batch has it: what is measured must not depend
         on what else a store holds."""
-        if self.needs_last == "none":
-            return None
-        assert batch.last_TD is not None
-        return batch.last_TD
+        return None if self.needs_last == "none" else teacher_of(batch, self.target.vocab_size, self.draft_index)
 
     def _by_lm_head(self, labels: Labels) -> list[tuple[list[int], Labels]]:
         """The depths that share an lm_head, with their labels: in one call of the loss they share the teacher's pass too."""
@@ -154,10 +152,10 @@ class ChainHead(DraftHead):
     def _metrics(self, x_KRD: list[Tensor], batch: Batch, docs: Documents, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
         """An engine drafts from an anchor once it knows the tokens up to a generated one."""
         hit_KR = torch.zeros(self.depths, len(x_KRD[0]), dtype=torch.bool, device=labels.row_KL.device)
-        lm_head_VD, last_TD = self.frozen.lm_head_VD, self._last(batch)
+        lm_head_VD, known = self.frozen.lm_head_VD, self._known(batch)
         for depths, part in self._by_lm_head(labels):
             x = [x_KRD[k] for k in depths]
-            hit_KR[depths] = hits(x, self.head_rows(depths[0]), self.draft_ids_U, lm_head_VD, last_TD, part, self.loss_chunk)
+            hit_KR[depths] = hits(x, self.head_rows(depths[0]), self.draft_ids_U, lm_head_VD, known, part, self.loss_chunk)
         index_T, inside_T = docs.shifted(self.ahead)
         return rates(hit_KR, labels.row_KL, docs.needed.of(batch.loss_mask_T[index_T] & inside_T))
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from heads.base import Batch, Export, TargetSpec, check_positive
 from heads.block import BlockHead
 from heads.losses import Labels, LowRank, fused_loss
+from heads.teacher import teacher_of
 
 
 class DSpark(BlockHead):
@@ -81,14 +82,12 @@ class DSpark(BlockHead):
         """The mixture, and the cross-entropy of the confidence with the chance of acceptance, weighted as the mixture's rows are."""
         if self.confidence is None:
             return super().objective(x_KBD, previous_KB, batch, labels, weight_K)
-        assert batch.last_TD is not None
         head_VD, term = self.frozen.lm_head_VD, self.term(previous_KB)
+        known = teacher_of(batch, self.target.vocab_size)
         assert term is not None
         wide = torch.promote_types(head_VD.dtype, torch.float32)
         accepted_KB = torch.zeros(self.depths, len(x_KBD[0]), dtype=wide, device=head_VD.device)
-        total, loss_K = fused_loss(
-            x_KBD, head_VD, head_VD, batch.last_TD, labels, weight_K, self.mixture, self.loss_chunk, term, accepted_KB
-        )
+        total, loss_K = fused_loss(x_KBD, head_VD, head_VD, known, labels, weight_K, self.mixture, self.loss_chunk, term, accepted_KB)
         sums = []
         for k, (x_BD, e_BE) in enumerate(zip(x_KBD, term.rows_KRE, strict=True)):
             there_L = labels.row_KL[k] >= 0

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from heads.kernels import compiling, fused, wide
-from heads.objectives import Rows, Scratch, logsumexp, mixture, reads_target
+from heads.objectives import Rows, Scratch, mixture, reads_target
+from heads.teacher import Teacher, Top, from_logits, from_top
 
 SLICE = 32  # rows of an element-wise pass on a CPU: what it touches stays in cache
 COMPILED_SLICE = 128  # of a compiled one, which goes row by row
@@ -41,19 +42,6 @@ class LowRank:
 
 
 Products = list[tuple[Tensor, Tensor]]  # (rows [L, *], weight [U, *]): the logits are the sum of rows @ weight^T
-
-
-Teacher = tuple[Tensor, Tensor]  # the target's probabilities [L, U] and sum p log p [L]
-
-
-@fused
-def _teacher_pass(logits_LU: Tensor, softcap: float | None, p_LU: Tensor, spare_LU: Tensor | None) -> Tensor:
-    """Writes the probabilities into p_LU; returns sum p log p [L]."""
-    z_LU = wide(logits_LU)
-    if softcap is not None:
-        z_LU = (z_LU / softcap).tanh() * softcap
-    torch.softmax(z_LU, -1, out=p_LU)
-    return torch.mul(p_LU, z_LU, out=spare_LU).sum(-1) - logsumexp(z_LU, p_LU)
 
 
 @fused
@@ -95,13 +83,16 @@ class _Scratch:
         """A compiled pass has its own."""
         return (None, None, None) if self._spare_LU is None else tuple(x[:rows] for x in self._spare_LU)
 
-    def teacher(self, last_LD: Tensor, teacher_UD: Tensor) -> Teacher:
+    def teacher(self, known: Tensor | Top, position_L: Tensor, teacher_UD: Tensor) -> Teacher:
         """The first stay until the next call."""
-        logits_LU = torch.mm(last_LD, teacher_UD.T, out=self.logits_LU[: len(last_LD)])
-        p_LU, negentropy_L = self.p_LU[: len(last_LD)], self.p_LU.new_empty(len(last_LD))
-        for part in self._parts(len(last_LD)):
+        p_LU = self.p_LU[: len(position_L)]
+        if isinstance(known, Top):
+            return p_LU, from_top(known, position_L, p_LU)
+        logits_LU = torch.mm(known[position_L], teacher_UD.T, out=self.logits_LU[: len(position_L)])
+        negentropy_L = self.p_LU.new_empty(len(position_L))
+        for part in self._parts(len(position_L)):
             z_LU = logits_LU[part]
-            negentropy_L[part] = _teacher_pass(z_LU, self.softcap, p_LU[part], self._spare(len(z_LU))[0])
+            negentropy_L[part] = from_logits(z_LU, self.softcap, p_LU[part], self._spare(len(z_LU))[0])
         return p_LU, negentropy_L
 
     def row_losses(  # noqa: PLR0913
@@ -147,17 +138,17 @@ class _FusedLoss(torch.autograd.Function):
     tensors: the weights of the products that the logits are the sum of, the lm_head's first, then the rows of each, depth by depth."""
 
     @staticmethod
-    def forward(ctx, teacher_UD, last_TD, labels: Labels, weight_K, loss, chunk: int, softcap, accepted_KR, *tensors):  # type: ignore[override]
+    def forward(ctx, teacher_UD, known, labels: Labels, weight_K, loss, chunk: int, softcap, accepted_KR, *tensors):  # type: ignore[override]
         count = len(tensors) // (len(weight_K) + 1)  # of products
         weights, rows_KR = tensors[:count], [tensors[i : i + count] for i in range(count, len(tensors), count)]
         loss_K = torch.zeros(len(rows_KR), dtype=torch.float32, device=weights[0].device)
         needed = ctx.needs_input_grad[8:]
         grads = [torch.zeros_like(w, dtype=torch.float32) if need else None for w, need in zip(weights, needed, strict=False)]
         grads += [torch.zeros_like(x) if need else None for x, need in zip(tensors[count:], needed[count:], strict=True)]
-        scratch = _Scratch(min(chunk, len(labels.position_L)), weights[0], last_TD is not None, softcap)
+        scratch = _Scratch(min(chunk, len(labels.position_L)), weights[0], known is not None, softcap)
         for i, pieces in zip(range(0, len(labels.position_L), chunk), _pieces(labels.row_KL, chunk), strict=False):
             here = slice(i, i + chunk)
-            teacher = None if last_TD is None else scratch.teacher(last_TD[labels.position_L[here]], teacher_UD)
+            teacher = None if known is None else scratch.teacher(known, labels.position_L[here], teacher_UD)
             for k, (given_rows, places) in enumerate(zip(rows_KR, pieces, strict=True)):
                 rows = labels.row_KL[k, places]
                 products = [(x[rows], w) for x, w in zip(given_rows, weights, strict=True)]
@@ -207,7 +198,7 @@ def fused_loss(  # noqa: PLR0913
     x_KRD: list[Tensor],
     head_UD: Tensor,
     teacher_UD: Tensor,
-    last_TD: Tensor | None,
+    known: Tensor | Top | None,
     labels: Labels,
     weight_K: Tensor,
     loss: Mapping[str, float],
@@ -219,18 +210,18 @@ def fused_loss(  # noqa: PLR0913
     """The mixture `loss` of heads.objectives, summed over rows; target and head both over the draft vocabulary.
 
     x_KRD: per depth the normed outputs [R, D] that enter the lm_head. head_UD: the head's lm_head rows, frozen or trained.
-    teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. last_TD: the target's post-final-norm states;
-    None where the loss does not read the target. The target's softmax is renormalised on the draft vocabulary, as in EAGLE-3. term:
-    added to the logits. accepted_KR [K, R], where given, receives the chance sum min(p, q) that a draft sampled from a row is accepted,
-    for rows that have a label. softcap: of the target's logits. Returns the sum over depths of weight_K times the sums, which carries
-    the gradient, and the sums, float32 [K], which do not.
+    teacher_UD: the target's lm_head rows of the draft vocabulary, never trained. known: the target's post-final-norm states [T, D], or
+    its likeliest tokens, of which heads.teacher says what they lose; None where the loss does not read the target. The target's softmax
+    is renormalised on the draft vocabulary, as in EAGLE-3. term: added to the logits. accepted_KR [K, R], where given, receives the
+    chance sum min(p, q) that a draft sampled from a row is accepted, for rows that have a label. softcap: of the target's logits.
+    Returns the sum over depths of weight_K times the sums, which carries the gradient, and the sums, float32 [K], which do not.
     """
-    assert last_TD is not None or not (reads_target(loss) or accepted_KR is not None)
+    assert known is not None or not (reads_target(loss) or accepted_KR is not None)
     if term is None:
         tensors = [head_UD, *x_KRD]
     else:
         tensors = [head_UD, term.weight_UE, *(x for pair in zip(x_KRD, term.rows_KRE, strict=True) for x in pair)]
-    return _FusedLoss.apply(teacher_UD, last_TD, labels, weight_K, loss, chunk, softcap, accepted_KR, *tensors)
+    return _FusedLoss.apply(teacher_UD, known, labels, weight_K, loss, chunk, softcap, accepted_KR, *tensors)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from heads.losses import Labels, LowRank
+from heads.teacher import Top
 
 
 @torch.no_grad()
@@ -17,21 +18,23 @@ def hits(  # noqa: PLR0913
     head_UD: Tensor,
     draft_ids_U: Tensor | None,
     lm_head_VD: Tensor,
-    last_TD: Tensor | None,
+    known: Tensor | Top | None,
     labels: Labels,
     chunk: int,
     term: LowRank | None = None,
 ) -> Tensor:
-    """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool. Without the target's states
-    (last_TD None): whether it is the text's own token. term: see heads.losses.fused_loss.
+    """Whether the head's first choice is the target's own, over the whole target vocabulary: [K, R] bool. known: the target's states
+    or likeliest tokens; None: whether it is the text's own token. term: see heads.losses.fused_loss.
 
     A token that the draft vocabulary lacks can never be hit, as in the engine.
     """
     hit_KR = torch.zeros(len(x_KRD), len(x_KRD[0]), dtype=torch.bool, device=head_UD.device)
     for i in range(0, len(labels.position_L), chunk):
         here = slice(i, i + chunk)
-        best_L = labels.token_L[here] if last_TD is None else (last_TD[labels.position_L[here]] @ lm_head_VD.T).argmax(-1)
-        ids_U = None if last_TD is None else draft_ids_U  # labels are indices into the draft vocabulary already
+        if isinstance(known, Tensor):
+            best_L, ids_U = (known[labels.position_L[here]] @ lm_head_VD.T).argmax(-1), draft_ids_U
+        else:  # indices into the draft vocabulary already
+            best_L, ids_U = labels.token_L[here] if known is None else known.place_TC[labels.position_L[here], 0], None
         for k, x_RD in enumerate(x_KRD):
             rows = labels.row_KL[k, i : i + chunk]
             valid = rows >= 0

@@ -19,8 +19,10 @@ from data.forward import Forward
 from data.identity import asks, identity
 from data.online import Answers
 from data.part import WHOLE, Part
+from data.states import label_rows
 from data.store import StoreWriter
-from data.target import spec
+from data.target import frozen, spec
+from data.teacher import likeliest, top_k
 from data.window import Sizes, Window, WindowWriter
 from eval.chain import while_training
 from heads import build
@@ -54,6 +56,13 @@ def config(target: Path, made: Path, run_dir: Path, *words: str, conf: str = "ti
     return load([f"conf={conf}", f"data.max_length={LONGEST}", *places, *steps, *words])
 
 
+def kept_of(target: Path, last: str, mask_T: torch.Tensor, last_TD: torch.Tensor) -> dict[str, Any]:
+    """What StoreWriter.add takes of these states."""
+    if (k := top_k(last)) is None:
+        return {"last_TD": last_TD if last != "none" else None}
+    return {"top": likeliest(last_TD[label_rows(mask_T)], frozen(target, torch.float32, "cpu").lm_head_VD, k)}
+
+
 def write_store(cfg: RunConfig, target: Path, last: str, taps: tuple[int, ...]) -> None:
     """What a capture of the same answers leaves, in their order."""
     forward, maker = Forward(target, taps, torch.float32, "cpu"), identity(target, cfg.target)
@@ -64,7 +73,7 @@ def write_store(cfg: RunConfig, target: Path, last: str, taps: tuple[int, ...]) 
             for i, name in enumerate(answers.ids):
                 ids_T, mask_T = answers.tokens(i)
                 taps_TLD, last_TD = forward.states(ids_T)
-                writer.add(name, ids_T, mask_T, taps_TLD if taps else None, last_TD if last != "none" else None)
+                writer.add(name, ids_T, mask_T, taps_TLD if taps else None, **kept_of(target, last, mask_T, last_TD))
 
 
 def prefill(target_dir: Path, _cfg: Any, todo: list[dict[str, Any]], job: dict[str, Any], _in_flight: int) -> float:
@@ -79,7 +88,7 @@ def prefill(target_dir: Path, _cfg: Any, todo: list[dict[str, Any]], job: dict[s
             ids_T = torch.tensor(item["token_ids"])
             taps_TLD, last_TD = forward.states(ids_T)
             mask_T = torch.tensor(mask_of(item["spans"], len(ids_T)))
-            writer.add(item["id"], ids_T, mask_T, taps_TLD if job["taps"] else None, last_TD if job["last"] != "none" else None)
+            writer.add(item["id"], ids_T, mask_T, taps_TLD if job["taps"] else None, **kept_of(target_dir, job["last"], mask_T, last_TD))
     return 1.0
 
 

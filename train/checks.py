@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
+from data.teacher import top_k
 
 if TYPE_CHECKING:
     from train.config import RunConfig
@@ -44,6 +45,9 @@ def check(run: RunConfig, root: Path) -> None:
         need(key, lambda v: v is None or v >= 1, "1 or more, or null")
     need("data.states", lambda v: v in STATES, f"one of {', '.join(STATES)}")
     need("data.states_dtype", lambda v: v in STATES_DTYPES, f"one of {', '.join(STATES_DTYPES)}")
+    stored = run.data.states == "store"
+    kept = "last or top<k>, as top32" if stored else "last with data.states=online, where nothing is stored"
+    need("data.teacher", lambda v: v == "last" or (stored and top_k(v) is not None), kept)
     for key in ("train.dtype", "target.dtype"):
         need(key, lambda v: v in DTYPES, f"one of {', '.join(DTYPES)}, auto")
     need("data.answers", lambda v: v in ANSWERS, f"one of {', '.join(ANSWERS)}")

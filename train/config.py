@@ -76,6 +76,7 @@ class DataConfig:
     max_store_gb: float = 500.0  # a store that would take more is refused
     window_gb: float | None = None  # of training states on disk at once: capture runs ahead of the training by no more; null: all
     states_dtype: str = "bfloat16"  # on disk; float32; or fp8: taps in e4m3, last in 10 bits, with scales
+    teacher: str = "last"  # or top<k>, as top32: the target's k likeliest tokens, for heads that read the last state as their teacher alone
     batch_size: int = 128  # sequences in flight in the engine while responding
 
     @property

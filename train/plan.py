@@ -18,6 +18,7 @@ from data.identity import asks, read_asked
 from data.manifest import plan_bytes
 from data.prompts import read_jsonl_tolerant, read_prompts, select
 from data.selfprompt import split_sources
+from data.teacher import kept_for, top_k
 from data.window import Sizes
 from heads.base import DraftHead, TargetSpec
 from heads.block import BlockHead
@@ -57,6 +58,7 @@ class Plan:
     window_gb: float | None
     states: str
     states_dtype: str
+    teacher: str
     steps: int
     tokens_per_step: int  # at most; a document over train.micro_tokens is a batch by itself
     over_budget: bool  # there may be such
@@ -75,6 +77,8 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
     batch = longest_batch(cfg)
     per_step = batch * cfg.train.accum * world // cfg.train.sequence_parallel
     trained = sum(p.numel() for p in head.parameters())
+    chosen = top_k(kept_for(head.needs_last, cfg.data.teacher)) is not None  # then the capture works out the teacher, of all tokens at most
+    lm_head_flops, top_flops = (2 * spec.hidden_size * U * chosen for U in (spec.vocab_size, head.draft_vocab_size or spec.vocab_size))
     captured = 0
     if cfg.data.states == "store" and reads_states(head):
         captured = sum(tokens.total for tokens in counts.values() if tokens)
@@ -95,11 +99,12 @@ def plan(cfg: RunConfig, spec: TargetSpec, world: int) -> Plan:
         window_gb=cfg.data.window_gb,
         states=cfg.data.states,
         states_dtype=cfg.data.states_dtype,
+        teacher=cfg.data.teacher,
         steps=cfg.train.steps,
         tokens_per_step=per_step,
         over_budget=batch > cfg.train.micro_tokens,
-        flops=cfg.train.steps * per_step * (flops_per_token(head, spec, cfg.data.max_length, batch) + beside),
-        capture_flops=target_flops(spec, cfg.data.max_length) * captured,
+        flops=cfg.train.steps * per_step * (flops_per_token(head, spec, cfg.data.max_length, batch) - top_flops + beside),
+        capture_flops=(target_flops(spec, cfg.data.max_length) + lm_head_flops) * captured,
     )
 
 
@@ -113,6 +118,9 @@ def build_on_meta(cfg: RunConfig, spec: TargetSpec) -> DraftHead:
         raise UserError(f"head: {error}") from error
     if cfg.train.recompute and head.recompute is None:
         raise UserError("train.recompute=true: this head has no depths that go through layers one after the other; set it to false")
+    kept = kept_for(head.needs_last, cfg.data.teacher)
+    if (top_k(kept) or 0) > spec.vocab_size:
+        raise UserError(f"data.teacher={kept}: the target has {spec.vocab_size} tokens: lower it, or set it to last")
     if head.kv_layers and cfg.data.states != "online":
         raise UserError(
             f"data.states={cfg.data.states}: this head reads the target's keys and values, which no capture stores: it trains with "
@@ -144,6 +152,8 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     layers = rows * head_activations(head)
     if cfg.train.recompute:
         layers = layers / head.depths + rows * (D + sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs)) + T * D
+    k = top_k(kept_for(head.needs_last, cfg.data.teacher))
+    teacher = 8 * k if k else spec.hidden_size * (head.needs_last != "none") * b
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
     target = (target_parameters(spec) + cfg.data.max_length * block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
@@ -155,7 +165,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "frozen embedding and lm_head": (frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
         "activations": round(layers + outputs / ranks * 2 * D) * b,
         "loss chunk": chunk * U * (8 + b),
-        "hidden states of a batch": T * (spec.hidden_size * (len(head.taps) + (head.needs_last != "none")) + _kv_numbers(head)) * b,
+        "hidden states of a batch": T * ((spec.hidden_size * len(head.taps) + _kv_numbers(head)) * b + teacher),
     } | ({"target": target} if runs_target(cfg, head) else {})
 
 
@@ -248,7 +258,7 @@ def window_sizes(cfg: RunConfig, head: DraftHead, world: int = 1) -> Sizes | Non
         return None
     if not reads_states(head):
         raise UserError(f"data.window_gb={gb:g}: this head reads no states, so there is nothing to bound; set it to null")
-    token = plan_bytes(1, 1, len(set(head.taps)), head.target.hidden_size, head.needs_last, data.states_dtype)
+    token = plan_bytes(1, 1, len(set(head.taps)), head.target.hidden_size, kept_for(head.needs_last, data.teacher), data.states_dtype)
     sizes = Sizes.of(gb, token, data.max_length)
     step = token * longest_batch(cfg) * train.accum * max(1, world // train.sequence_parallel)
     between = step * min(train.save_every, train.steps)
@@ -275,4 +285,5 @@ def longest_batch(cfg: RunConfig) -> int:
 def store_size(cfg: RunConfig, head: DraftHead, spec: TargetSpec, tokens: Tokens | None) -> int | None:
     if cfg.data.states == "online" or tokens is None:
         return 0 if cfg.data.states == "online" else None
-    return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, head.needs_last, cfg.data.states_dtype)
+    last = kept_for(head.needs_last, cfg.data.teacher)
+    return plan_bytes(tokens.total, tokens.supervised, len(head.taps), spec.hidden_size, last, cfg.data.states_dtype)

@@ -57,10 +57,11 @@ def _data_rows(found: Plan) -> list[tuple[str, str, str]]:
         return [("tokens", "unknown", "set data.limit and data.heldout_limit to bound them")]
     how = {"store": "counted in the store", "answers": "from the answers there are", "bound": "at most: every answer at its limit"}
     window = "" if found.window_gb is None else f", a window of data.window_gb={found.window_gb:g}, captured anew each epoch"
+    teacher = "" if found.teacher == "last" else f", data.teacher={found.teacher}"
     capture = ("capture", f"{found.capture_flops:.2g} FLOP", "the target's forward pass")
     return [
         ("training tokens", f"{found.tokens.total:,}", f"{how[found.tokens.source]}; {found.tokens.supervised:,} supervised"),
-        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{window}")
+        ("store on disk", bytes_text(found.store_bytes), f"data.states_dtype={found.states_dtype}{teacher}{window}")
         if found.states == "store"
         else ("store on disk", "none", f"data.states={found.states}: each rank runs the target beside the training"),
         *([capture] if found.capture_flops else []),

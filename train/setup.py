@@ -20,6 +20,7 @@ from data.online import Answers
 from data.sequences import Sequences
 from data.store import Store, check_compatible
 from data.target import frozen, spec, tensors
+from data.teacher import kept_for
 from data.vocab import count_supervised, coverage, draft_vocab
 from data.window import Window
 from heads import build
@@ -50,7 +51,7 @@ def open_store(cfg: RunConfig, head: DraftHead, target_dir: Path, split: str) ->
         store.manifest,
         fingerprint=maker["target"]["fingerprint"],
         taps=head.taps,
-        needs_last=head.needs_last,
+        needs_last=kept_for(head.needs_last, cfg.data.teacher),
         tokenizer_hash=maker["tokenizer_hash"],
         template_hash=maker["template_hash"],
     )
@@ -74,7 +75,7 @@ def open_states(cfg: RunConfig, head: DraftHead, target_dir: Path) -> list[Seque
     if cfg.data.window_gb is not None:
         plan.window_sizes(cfg, head, dist.world())
         place = {"folder": Path(cfg.data.store) / "train", "order": (train.seed, train.micro_tokens)}
-        reads = {"taps": head.taps, "last": head.needs_last, "say": say, "leader": dist.rank() == 0}
+        reads = {"taps": head.taps, "last": kept_for(head.needs_last, cfg.data.teacher), "say": say, "leader": dist.rank() == 0}
         window = Window(paths[0], cfg.data.max_length, maker, **place, **reads)
         return [window, open_store(cfg, head, target_dir, "heldout")]
     if plan.runs_target(cfg, head):

@@ -9,6 +9,7 @@ from pathlib import Path
 from data.errors import UserError
 from data.files import bytes_text
 from data.manifest import as_stored, free_bytes, plan_bytes, stored_bytes
+from data.teacher import kept_for
 from heads.base import DraftHead, TargetSpec
 from train.config import RunConfig
 from train.devices import GPUS, Device
@@ -135,7 +136,7 @@ def _wider(cfg: RunConfig, spec: TargetSpec, head: DraftHead, found: Plan) -> in
     on. What is wrong with a broken one is for the capture to say."""
     if cfg.data.states == "online":
         return 0
-    more, asked = 0, {"taps": sorted(set(head.taps)), "last": head.needs_last}
+    more, asked = 0, {"taps": sorted(set(head.taps)), "last": kept_for(head.needs_last, cfg.data.teacher)}
     for split, tokens in zip(SPLITS, (found.tokens, found.heldout), strict=True):
         if split in cfg.data.whole_splits and tokens is not None:
             with suppress(UserError):
