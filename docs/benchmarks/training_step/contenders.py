@@ -36,7 +36,6 @@ class Job:
     supervised: float  # share of each sequence, its end, that has labels
     data: dict[str, Any]
     compile: bool = True  # ours; the peers' own switches are as they are usually run
-    zero: Any = None
 
     def rows(self, name: str) -> torch.Tensor:
         """[B, S, ...] of the data, states in the compute dtype."""
@@ -69,7 +68,6 @@ def build_draftsmith(job: Job) -> Callable[[], object]:
     folder = Path(job.data["target"])
     words = [f"head.taps={TAPS}", f"head.depths={job.depths}", "head.train_lm_head=true", "head.fc_norm=false", "head.norm_output=false"]
     cfg = load(["conf=smollm_eagle3", "optim=cosine", "zero=stage2", *words])
-    if job.zero: cfg.zero.update(job.zero)
     cfg.train.dtype = str(job.dtype).removeprefix("torch.")
     cfg.head["draft_vocab_size"] = job.draft_vocab if job.draft_vocab < V else None
     dist.start(torch.get_num_threads())

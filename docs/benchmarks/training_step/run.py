@@ -173,14 +173,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--supervised", type=float, default=0.5, help="share of labels of the second half of the table")
+    parser.add_argument("--supervised", type=float, default=0.5, help="share of labels of the second half of the table; 1: no second half")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     dtype = usual_dtype() if args.dtype == "auto" else args.dtype
     args.out.mkdir(parents=True, exist_ok=True)
     data, machine = states(), about(dtype)
     rows, peak = [], 0.0
-    for share, text in itertools.product((1.0, args.supervised), args.rows.split(",")):
+    for share, text in itertools.product(dict.fromkeys((1.0, args.supervised)), args.rows.split(",")):
         peak = max(peak, peak_flops(getattr(torch, dtype)))  # again and again: something else may run
         rows.append(row(text, args.rounds, dtype, data, share))
     for one in rows:
