@@ -132,10 +132,16 @@ def test_a_draft_model_drafts_k_as_started_with_it(tmp_path):
     same_as_started_anew(target, {"method": "draft_model", "model": str(draft)})
 
 
+ALL = HEADS | {
+    "eagle": {"_target_": "heads.mtp.MTP", "depths": 3, "norms": False},
+    "hydra": {"_target_": "heads.hydra_heads.Hydra", "depths": 4},  # as all of our plug-in's, which count their depths
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ALL)
 def test_a_head_drafts_k_as_started_with_it(tmp_path, head):
-    cfg, target, _, _, out = trained_run(HEADS[head], tmp_path)
+    cfg, target, _, _, out = trained_run(ALL[head], tmp_path)
     speculative, overrides = speculation(cfg, "head", 4, out)
     assert speculative is not None
     same_as_started_anew(target, speculative, overrides)
