@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from data.engine import Drafting, generate_each
 from data.engine_job import side_by_side
 from data.turns import BLOCK, Turn, measured, slices, turns
 from eval.methods import LOOKUPS, drafting, speculation
-from train.config import RunConfig
+from train.config import ROOT, RunConfig
 
 
 @pytest.mark.parametrize(("count", "concurrency", "sizes"), [(16, 1, [2] * 8), (20, 8, [10, 10]), (7, 4, [3, 4]), (1, 1, [1])])
@@ -134,7 +136,7 @@ def test_a_draft_model_drafts_k_as_started_with_it(tmp_path):
 
 ALL = HEADS | {
     "eagle": {"_target_": "heads.mtp.MTP", "depths": 3, "norms": False},
-    "hydra": {"_target_": "heads.hydra_heads.Hydra", "depths": 4},  # as all of our plug-in's, which count their depths
+    "hydra": {"_target_": "heads.hydra_heads.HydraHeads", "depths": 4},  # as all of our plug-in's, which count their depths
 }
 
 
@@ -145,3 +147,34 @@ def test_a_head_drafts_k_as_started_with_it(tmp_path, head):
     speculative, overrides = speculation(cfg, "head", 4, out)
     assert speculative is not None
     same_as_started_anew(target, speculative, overrides)
+
+
+WORK = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+import test_turns as t
+t.generate_each(
+    target_dir=Path({target!r}), target_cfg=t.config({target!r}), dtype="float32",
+    prompts=[r | {{"max_tokens": 400}} for r in t.prompts(60)],
+    engines=[t.Drafting(None, None, (0,)), t.Drafting(t.NGRAM | {{"num_speculative_tokens": 3}}, None, (1, 3))],
+    concurrencies=[1], max_model_len=512,
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_measurement_leaves_no_engine_behind(tmp_path):
+    target = build_tiny(tmp_path / "tiny")
+    code = WORK.format(root=str(ROOT), tests=str(ROOT / "tests"), target=str(target))
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        while " answers" not in said:
+            said = process.stderr.readline()
+            assert said, "it ended before it was killed"
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert len(below) == 3, "the engines' process and a fork for each"
+    assert not psutil.wait_procs(below, timeout=20)[1], "an engine outlived its parent"
