@@ -1,19 +1,19 @@
 """The target in its serving engine (vLLM): the target's own answers, its hidden states, and measured decoding.
 
 Every call runs in a child process (data/engine_child.py), so that the engine's memory is given back and a crash becomes a message.
-Only data/engine_worker.py and data/vllm_connector.py import vllm.
+Only data/engine_worker.py, data/engine_measure.py and data/vllm_connector.py import vllm.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from data.answers import Request, asked_answers, collect, cut_answers, mask_of, say_others
-from data.engine_job import cache_plan, captured_as, llm_settings, run_child, stop_ids, whole_prompts
+from data.engine_job import cache_plan, captured_as, llm_settings, run_child, side_by_side, stop_ids, whole_prompts
 from data.errors import UserError
 from data.files import bytes_text
 from data.gather import finish_part, gather, part_stores
@@ -23,6 +23,7 @@ from data.record import OTHER
 from data.store import StoreWriter
 from data.target import spec
 from data.teacher import top_k
+from data.turns import Measured, measured, turns
 
 if TYPE_CHECKING:
     from train.config import TargetConfig
@@ -181,32 +182,58 @@ def _store_tokens(writer: StoreWriter, sequences: list[dict[str, Any]]) -> None:
             writer.add(s["id"], torch.tensor(s["token_ids"]), torch.tensor(mask_of(s["spans"], len(s["token_ids"]))))
 
 
+class Drafting(NamedTuple):
+    """One engine of a measurement. ks: the numbers of drafts it is measured with, (0,) without a speculative config; else that has the
+    largest of them."""
+
+    speculative: dict[str, Any] | None
+    hf_overrides: dict[str, Any] | None
+    ks: tuple[int, ...]
+
+
 def generate_each(  # noqa: PLR0913
     *,
     target_dir: Path,
     target_cfg: TargetConfig,
     prompts: list[dict[str, Any]],
-    speculative: dict[str, Any] | None,
-    hf_overrides: dict[str, Any] | None,
+    engines: list[Drafting],
     dtype: str,
     concurrencies: list[int],
     max_model_len: int,
     temperature: float = 0.0,
-) -> list[dict[str, Any]]:
-    """Answers prompts {id, prompt_ids, max_tokens} with the given speculative config or none, once at each concurrency (most requests in
-    flight), all in one engine. One result per concurrency.
+) -> list[Measured]:
+    """Answers prompts {id, prompt_ids, max_tokens} with every engine, with each of its ks, at each concurrency (most requests in flight):
+    a result for each, in that order. Plain decoding comes first. On a CPU the others take turns with it, as many at once as memory
+    holds (data/turns.py); on a GPU, where speed is steady and one engine takes the memory, they run one after the other.
 
-    Each is outputs {id: {token_ids, finish_reason, drafts, draft_tokens, accepted_per_position}}, ttft_ms and itl_ms (one number per
+    Each result is outputs {id: {token_ids, finish_reason, drafts, draft_tokens, accepted_per_position}}, ttft_ms and itl_ms (one number per
     request), seconds, output_tokens, and vLLM's own counters over the same requests. Two warm-up requests count nowhere. On a GPU
     the engine is compiled, as it is where speed is measured; on a CPU that takes longer than it gains here.
     """
-    llm, cache = decoding(target_dir, target_cfg, prompts, speculative, dtype=dtype, seqs=max(concurrencies), max_model_len=max_model_len)
-    if temperature > 0:
-        llm |= whole_prompts(llm)
-    job = {"task": "generate", "llm": llm, "states": False, **cache}
-    job |= {"speculative": speculative, "hf_overrides": hf_overrides, "temperature": temperature, "stop_ids": stop_ids(target_dir)}
-    job |= {"concurrencies": concurrencies}
-    return run_child(job, prompts, "generate", len(prompts) * len(concurrencies), "answers")["results"]
+    sizes = {"dtype": dtype, "seqs": max(concurrencies), "max_model_len": max_model_len}
+    jobs: list[dict[str, Any]] = []
+    for engine in engines:
+        llm, cache = decoding(target_dir, target_cfg, prompts, engine.speculative, **sizes)
+        if temperature > 0:
+            llm |= whole_prompts(llm)
+        jobs.append({"llm": llm, **cache, **engine._asdict()})
+    job = {"task": "generate", "states": False, "temperature": temperature, "stop_ids": stop_ids(target_dir)}
+    found: dict[int, list[Measured]] = {}
+    for group in side_by_side(jobs):
+        ks = [engines[i].ks for i in group]
+        order = turns(ks, concurrencies, len(prompts))
+        asked = {**job, "llm": jobs[group[0]]["llm"], "engines": [jobs[i] for i in group], "turns": order}
+        results = run_child(asked, prompts, "generate", sum(len(turn.items) for turn in order), "answers")["results"]
+        every = iter(measured(ks, concurrencies, order, results))
+        for i in group:
+            parts = [next(every) for _ in range(len(engines[i].ks) * len(concurrencies))]
+            found.setdefault(i, parts)  # plain decoding may be in several groups
+    plain = dict(zip(concurrencies, found[0], strict=False))
+    for engine, parts in found.items():
+        if engine:
+            again = [c for _ in engines[engine].ks for c in concurrencies]
+            found[engine] = [m if m.reference else m._replace(reference=plain[c].result) for m, c in zip(parts, again, strict=True)]
+    return [m for engine in range(len(engines)) for m in found[engine]]
 
 
 def decoding(  # noqa: PLR0913
@@ -230,6 +257,9 @@ def decoding(  # noqa: PLR0913
     return llm, cache_plan(target, llm, tokens=seqs * longest, layers=layers)
 
 
-def generate(*, concurrency: int, **settings: Any) -> dict[str, Any]:
-    """generate_each at one concurrency: its result."""
-    return generate_each(concurrencies=[concurrency], **settings)[0]
+def generate(
+    *, concurrency: int, speculative: dict[str, Any] | None, hf_overrides: dict[str, Any] | None, **settings: Any
+) -> dict[str, Any]:
+    """generate_each with one engine at one concurrency: its result."""
+    k = speculative["num_speculative_tokens"] if speculative else 0
+    return generate_each(engines=[Drafting(speculative, hf_overrides, (k,))], concurrencies=[concurrency], **settings)[0].result

@@ -15,11 +15,16 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def end_with_parent(parent: int, sign: signal.Signals) -> None:
+    """This process gets `sign` when the one with the id `parent`, its own, is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, sign)
+    if os.getppid() != parent:
+        sys.exit("the parent is gone")
+
+
 def main() -> None:
     parent, job, *words = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if words else signal.SIGKILL)  # a server ends its engine's process itself
-    if os.getppid() != int(parent):
-        sys.exit("the parent is gone")
+    end_with_parent(int(parent), signal.SIGTERM if words else signal.SIGKILL)  # a server ends its engine's process itself
     if words:
         os.execv(sys.executable, [sys.executable, job, *words])  # which keeps what prctl set
     try:

@@ -118,6 +118,29 @@ def cache_bytes(job: dict[str, Any]) -> int | None:
     return min(need, room)
 
 
+def side_by_side(engines: list[dict[str, Any]]) -> list[list[int]]:
+    """The engines of a measurement in groups that are alive together, by their places. On a CPU as many as memory holds, each group with
+    plain decoding, which comes first; where that is one, and on a GPU, each alone."""
+    if torch.cuda.is_available():
+        return [[i] for i in range(len(engines))]
+    # Weights beside what they are read from and repacked to; the process itself.
+    needs = [int(1.5 * (weight_bytes(e["llm"]) + draft_bytes(e["speculative"]))) + e["cache_need"] + 2**30 for e in engines]
+    room, groups = psutil.virtual_memory().available * 0.8, []
+    for i in range(1, len(engines)):
+        if groups and sum(needs[j] for j in groups[-1]) + needs[i] <= room:
+            groups[-1].append(i)
+        else:
+            groups.append([0, i])
+    alone = any(sum(needs[i] for i in group) > room for group in groups)
+    return [[i] for i in range(len(engines))] if alone or not groups else groups
+
+
+def draft_bytes(speculative: dict[str, Any] | None) -> int:
+    """Of a draft's weights; 0 for a method that has none."""
+    model = (speculative or {}).get("model")
+    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) if model else 0
+
+
 def stop_ids(target_dir: Path) -> list[int]:
     """The ids that end an answer, as vLLM takes them with a tokenizer: of generation_config.json or else config.json, and its eos."""
     found: set[int] = set()

@@ -15,7 +15,6 @@ import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core_client import InprocClient
-from vllm.v1.metrics.reader import Counter, Vector
 from vllm.v1.sample import rejection_sampler
 
 from data.engine_job import MARK, LoopWatch, cache_bytes, request_seed
@@ -180,95 +179,9 @@ def take_states(llm: LLM, job: dict[str, Any], wanted: Iterable[dict[str, Any]])
     llm.collective_rpc(close_store)
 
 
-def spec_counters(llm: LLM) -> dict[str, Any]:
-    """vLLM's own global counts since it started."""
-    prefix = "vllm:spec_decode_num_"
-    counts: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_tokens_per_pos": []}
-    for metric in llm.get_metrics():
-        key = metric.name.removeprefix(prefix)
-        if metric.name.startswith(prefix) and key in counts:
-            assert isinstance(metric, Counter | Vector)
-            counts[key] = metric.value if isinstance(metric, Counter) else metric.values
-    counts["accepted_per_position"] = counts.pop("accepted_tokens_per_pos")
-    return counts
-
-
-def spec_of(output: RequestOutput) -> dict[str, Any]:
-    """One request's drafts (passes that drafted), drafted tokens, and drafts accepted at each position (unconditional counts)."""
-    metrics = output.outputs[0].spec_decode_metrics
-    if metrics is None:
-        return {"drafts": 0, "draft_tokens": 0, "accepted_per_position": []}
-    at_least = [sum(metrics.histogram[i + 1 :]) for i in range(metrics.num_spec_tokens)]
-    return {"drafts": sum(metrics.histogram), "draft_tokens": metrics.num_draft_tokens, "accepted_per_position": at_least}
-
-
-def pooled(outputs: list[dict[str, Any]], k: int) -> dict[str, Any]:
-    """Sums over requests of what spec_of gives, in the form of spec_counters."""
-    positions = [sum(o["accepted_per_position"][i] for o in outputs if o["accepted_per_position"]) for i in range(k)]
-    sums = {key: sum(o[key] for o in outputs) for key in ("drafts", "draft_tokens")}
-    return {**sums, "accepted_tokens": sum(positions), "accepted_per_position": positions}
-
-
-def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """Answers job items (id, prompt_ids, max_tokens) with or without speculation, and measures, once at each of job["concurrencies"].
-    Two are asked before, to warm up."""
-    speculative = job["speculative"]
-    count = "summary" if speculative else "none"
-    llm = start(job, speculative_config=speculative, hf_overrides=job["hf_overrides"] or {}, per_request_spec_decode_metrics=count)
-    wanted = list(items(job))
-    drive(llm, generate_asks(job, wanted[:2], 16, "warm-up "), job["llm"]["max_num_seqs"], lambda _: False)
-    return {"results": [measure(llm, job, wanted, n, i * len(wanted)) for i, n in enumerate(job["concurrencies"])]}
-
-
-def generate_asks(job: dict[str, Any], chosen: list[dict[str, Any]], limit: int, prefix: str) -> Iterator[Ask]:
-    for item in chosen:
-        params = SamplingParams(
-            temperature=job["temperature"],
-            max_tokens=min(item["max_tokens"], limit),
-            seed=request_seed(item["id"], 0),
-            stop_token_ids=job["stop_ids"],
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        yield Ask(prefix + item["id"], item["prompt_ids"], params)
-
-
-def measure(llm: LLM, job: dict[str, Any], wanted: list[dict[str, Any]], in_flight: int, done: int) -> dict[str, Any]:
-    """The figures of one run over all items. done: answers of earlier runs, for the progress."""
-    finished: dict[str, RequestOutput] = {}
-    before, began = spec_counters(llm), time.monotonic()
-
-    def on_output(output: RequestOutput) -> bool:
-        finished[output.request_id] = output
-        report(done + len(finished), "")
-        return False
-
-    drive(llm, generate_asks(job, wanted, 2**31, ""), in_flight, on_output)
-    seconds, after = time.monotonic() - began, spec_counters(llm)
-    result = measured([finished[item["id"]] for item in wanted])
-    ahead, behind = after.pop("accepted_per_position"), before.pop("accepted_per_position")
-    counters = {key: after[key] - before[key] for key in after}
-    counters["accepted_per_position"] = [a - b for a, b in zip(ahead, behind, strict=True)]
-    sums = pooled(list(result["outputs"].values()), len(ahead))
-    assert sums == counters, f"per-request counts {sums} are not vLLM's own {counters}"
-    return {**result, "seconds": seconds, "counters": counters}
-
-
-def measured(finished: list[RequestOutput]) -> dict[str, Any]:
-    """Token ids, drafts and times of each request. itl: mean milliseconds between the tokens of one answer."""
-    outputs, ttft_ms, itl_ms = {}, [], []
-    for output in finished:
-        answer, stats = output.outputs[0], output.metrics
-        assert stats is not None
-        ids = list(answer.token_ids)
-        outputs[output.request_id] = {"token_ids": ids, "finish_reason": answer.finish_reason, **spec_of(output)}
-        ttft_ms.append(stats.first_token_latency * 1e3)
-        itl_ms.append((stats.last_token_ts - stats.first_token_ts) * 1e3 / max(len(ids) - 1, 1))
-    total = sum(len(o["token_ids"]) for o in outputs.values())
-    return {"outputs": outputs, "ttft_ms": ttft_ms, "itl_ms": itl_ms, "output_tokens": total}
-
-
 def work(job_path: str) -> None:
+    from data.engine_measure import generate
+
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     try:
         result = {"respond": respond, "capture": capture, "generate": generate}[job["task"]](job)

@@ -6,6 +6,7 @@ A cell is one entry of the report's `methods`: one method with one k at one conc
 from __future__ import annotations
 
 from itertools import groupby
+from statistics import median
 from typing import Any
 
 from eval.methods import LOOKUPS, label
@@ -14,6 +15,7 @@ from eval.speedup import Costs, best_k, expected_tokens, fit_costs, predicted_sp
 WORTH = 1.02  # a smaller measured speed-up is taken for noise
 APART = 0.1  # relative difference of two slices that is worth a sentence
 FEWEST = 16  # prompts below which a speed-up is more chance than measurement
+WITHIN = 0.15  # of a measured speed-up: what a prediction is to keep to
 ENOUGH = 50  # drafting passes of a slice from which its acceptance is more than noise
 
 Cell = dict[str, Any]
@@ -86,6 +88,29 @@ def _fit(cells: list[Cell]) -> dict[str, Any]:
     }
 
 
+def prediction(model: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How far the fits are from what was measured, at each concurrency, in shares of it: of the cells of methods with more of them than the
+    two costs that were fitted to them, how many there are, how many are less than WITHIN off, the median and the largest."""
+    found = []
+    for concurrency in sorted({f["concurrency"] for f in model}):
+        fits = [f for f in model if f["concurrency"] == concurrency and len(f["points"]) > 2]
+        off = [abs(p["predicted"] / p["measured"] - 1) for f in fits for p in f["points"]]
+        if off:
+            within = sum(value < WITHIN for value in off)
+            found.append({"concurrency": concurrency, "cells": len(off), "within": within, "median": median(off), "largest": max(off)})
+    return found
+
+
+def prediction_text(report: Report) -> str:
+    """One sentence a concurrency; empty where too little was measured to be predicted."""
+    parts = [
+        f"{p['median']:.1%} (median) and at most {p['largest']:.1%} at concurrency {p['concurrency']}, {p['within']} of {p['cells']} cells "
+        f"by less than {WITHIN:.0%}"
+        for p in report["recommendation"]["prediction"]
+    ]
+    return f"The model is off by {'; by '.join(parts)}." if parts else ""
+
+
 def _best(figures: dict[str, Any], costs: Costs) -> dict[str, Any]:
     k, speedup = best_k(rates(figures), costs)
     return {"best_k": k, "best_speedup": speedup}
@@ -93,7 +118,7 @@ def _best(figures: dict[str, Any], costs: Costs) -> dict[str, Any]:
 
 def recommend(cells: list[Cell]) -> dict[str, Any]:
     """choices: at each concurrency the fastest measured cell, or plain decoding where that may be chance, and the fastest that drafts.
-    model: cost_model."""
+    model: cost_model. prediction: how well it holds."""
     choices = []
     for concurrency in sorted({m["concurrency"] for m in cells}):
         here = [m for m in cells if m["concurrency"] == concurrency]
@@ -104,7 +129,8 @@ def recommend(cells: list[Cell]) -> dict[str, Any]:
         figures = ("method", "k", "speedup", "speedup_interval")
         choice = {key: chosen[key] for key in ("concurrency", *figures, "command")}
         choices.append(choice | {"fastest_drafting": rival and {key: rival[key] for key in figures}})
-    return {"choices": choices, "model": cost_model(cells)}
+    model = cost_model(cells)
+    return {"choices": choices, "model": model, "prediction": prediction(model)}
 
 
 def commands(report: Report) -> dict[str, str]:
@@ -139,7 +165,10 @@ def _speed(cell: dict[str, Any]) -> str:
 
 
 def _basis(report: Report) -> str:
-    return f"In brackets: 95 % intervals over the {report['prompts']['count']} prompts; each method ran once."
+    """Of the cells at the lowest concurrency, which have the most rounds."""
+    rounds = max((m["rounds"] for m in report["methods"] if m["k"]), default=1)
+    how = f"plain decoding and the others took turns, up to {rounds} times" if rounds > 1 else "each method ran once"
+    return f"In brackets: 95 % intervals over the {report['prompts']['count']} prompts; {how}."
 
 
 def advice(report: Report) -> str:
@@ -211,7 +240,8 @@ def _grid_model(report: Report) -> str:
     at = _listed([f"{k} at {'' if i else 'concurrency '}{f['concurrency']}" for i, (k, f) in enumerate(zip(best, fits, strict=True))])
     costs = _listed([f"{f['per_draft']:.2f}" for f in fits])
     text = f"By the cost model the best number of drafts of {label(wanted)} is {at}; each draft costs {costs} of a plain pass."
-    return text + (" A larger k was not measured and may be better still." if any(f["at_limit"] for f in fits) else "")
+    text += " A larger k was not measured and may be better still." if any(f["at_limit"] for f in fits) else ""
+    return f"{text} {prediction_text(report)}".strip()
 
 
 def _slices(report: Report) -> str:

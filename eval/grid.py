@@ -4,16 +4,18 @@ measured."""
 from __future__ import annotations
 
 import math
+from html import escape
 from typing import Any
 
-from eval.advice import Cell, Report, equal, reference
+from eval.advice import Cell, Report, equal, prediction_text, reference
 from eval.methods import label
 from eval.widgets import Line, chart, charts, palette, table
 
 SOFT = "#8a94a3"  # of lines that only guide the eye
 SPEED_NOTE = (
     "Against k: speed-up over plain decoding at the same concurrency, measured (solid) and by the cost model (dashed); the grey line is "
-    "plain decoding. Against concurrency: each method with the k that was fastest there."
+    "plain decoding. Against concurrency: each method with the k that was fastest there. A speed-up is taken against the plain decoding "
+    "that took turns with the method; tokens/s of two methods may be of times at which the machine was not equally fast."
 )
 MODEL_NOTE = (
     "A pass with k drafts costs 1 + fixed + k x draft plain passes, fitted to the measured times of each method at each concurrency, and "
@@ -89,7 +91,8 @@ def model(report: Report) -> str:
     header = ["method", "concurrency", "fixed", "one draft", "of it verifying", "best k", "predicted", "model off by at most"]
     costs = table(header, [_costs(f) for f in fits])
     drawn = charts([("Measured speed-up (up) against the model's", chart(lines, "speed-up by the model"))])
-    return drawn + costs + _by_slice(report, fits)
+    held = f"<p>{escape(prediction_text(report))}</p>"
+    return held + drawn + costs + _by_slice(report, fits)
 
 
 def _costs(fit: dict[str, Any]) -> list[str]:

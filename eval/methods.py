@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from data.engine import Drafting, engine_identity
 from data.errors import UserError
 from data.files import read_object
 from data.target import spec
@@ -38,6 +39,10 @@ PUBLISHED_TYPES: dict[str, dict[str, Any]] = {
 PUBLISHED_WORDS = {"eagle3": "eagle3", "eagle": "eagle", "dspark": "dspark", "dflash": "dflash", "medusa": "medusa"}
 
 
+# Whose number of drafts vLLM's own schedule by batch size (0.32, V1 runner) sets in a running engine; the others are started with each k.
+SCHEDULED, SCHEDULED_IN = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"), "0.32."
+
+
 def label(method: str) -> str:
     """What a reader calls it; a published head goes by the name of its folder."""
     return NAMES.get(method) or Path(method).name
@@ -58,6 +63,20 @@ def speculation(cfg: RunConfig, method: str, k: int, export_dir: Path) -> tuple[
     serving = published(folder) | drafts
     overrides = serving.pop("target_hf_overrides", {})
     return {**serving, "model": str(folder)}, overrides
+
+
+def drafting(cfg: RunConfig, method: str, export_dir: Path) -> list[Drafting]:
+    """The engines that measure a method with every k of cfg.eval: one for all, where the number of drafts of a running engine can be set
+    and a greedy run's counts are then those of an engine started with it (tests/test_turns.py); else one for each."""
+    if method == "none":
+        return [Drafting(None, {}, (0,))]
+    ks = tuple(cfg.eval.ks)
+    speculative, overrides = speculation(cfg, method, max(ks), export_dir)
+    assert speculative is not None
+    known = speculative["method"] in SCHEDULED and "parallel_drafting" not in speculative
+    if known and not cfg.eval.temperature and not torch.cuda.is_available() and engine_identity()["version"].startswith(SCHEDULED_IN):
+        return [Drafting(speculative, overrides, ks)]
+    return [Drafting({**speculative, "num_speculative_tokens": k}, overrides, (k,)) for k in ks]
 
 
 def server(target_dir: Path, dtype: str, speculative: dict[str, Any] | None, overrides: dict[str, Any]) -> list[list[str]]:

@@ -19,9 +19,10 @@ from data.engine import engine_identity, generate_each
 from data.errors import UserError
 from data.prompts import write_jsonl_line
 from data.record import OTHER, UNKNOWN, ChatRecord
+from data.turns import Measured
 from eval.accept import Counts, bootstrap, figures
 from eval.advice import recommend
-from eval.methods import check_methods, command, label, speculation
+from eval.methods import check_methods, command, drafting, label, speculation
 
 if TYPE_CHECKING:
     from train.config import RunConfig
@@ -96,9 +97,10 @@ def pooled(result: Result, names: list[str]) -> dict[str, Any]:
     return figures(counts)
 
 
-def entry(method: str, result: Result, plain: Result, slices: dict[str, list[str]], sampled: bool) -> dict[str, Any]:
+def entry(method: str, found: Measured, slices: dict[str, list[str]], sampled: bool) -> dict[str, Any]:
     """One method of the report. slices: name -> request ids. sampled: at a temperature above 0, where the texts of two runs differ and
     `lossless` is None."""
+    result, plain = found.result, found.reference or found.result
     names = list(result["outputs"])
     differing = [] if sampled else parted(result, plain)
     gone = {difference["id"] for difference in differing}
@@ -111,6 +113,8 @@ def entry(method: str, result: Result, plain: Result, slices: dict[str, list[str
         "tokens_per_pass_interval": bootstrap([(f["output_tokens"], f["passes"]) for f in each], lambda sums: sums[0] / sums[1]),
         "seconds": result["seconds"],
         "tokens_per_second": speed,
+        "plain_tokens_per_second": plain_speed,
+        "rounds": found.rounds,
         "itl_ms": median(result["itl_ms"]),
         "ttft_ms": median(result["ttft_ms"]),
         "speedup": speedup,
@@ -169,20 +173,21 @@ def evaluate(cfg: RunConfig, target_dir: Path, export_dir: Path, prompts: list[C
     """Runs every method of cfg.eval.methods over the prompts, with each k and at each concurrency, and returns the report (docs:
     report.json), without `offline`.
 
-    Leaves the plain answers at answers_path. Slices are the prompts' categories and languages. One engine start per method and k.
+    Leaves the plain answers at answers_path. Slices are the prompts' categories and languages.
     """
     check_methods(cfg, target_dir, export_dir)
     engine = Engine(cfg, target_dir, export_dir)
     requests, about, longer = engine.asked(prompts)
-    plain = engine.run("none", 0, requests, cfg.eval.concurrencies)
-    write_answers(answers_path, prompts, requests, plain[0], longer or plain[0], cfg.eval.temperature)
+    found = engine.run(cfg.eval.methods, requests, cfg.eval.concurrencies)
+    plain = found["none", 0, cfg.eval.concurrencies[0]].result
+    write_answers(answers_path, prompts, requests, plain, longer or plain, cfg.eval.temperature)
     asked = {request["id"] for request in requests}
     slices = slices_of([record for record in prompts if record.id in asked])
     methods = []
     for method, k in ((name, k) for name in cfg.eval.methods for k in ([0] if name == "none" else cfg.eval.ks)):
-        results = engine.run(method, k, requests, cfg.eval.concurrencies) if k else plain
-        for concurrency, result, reference in zip(cfg.eval.concurrencies, results, plain, strict=True):
-            methods.append(entry(method, result, reference, slices, cfg.eval.temperature > 0) | engine.setting(method, k, concurrency))
+        for concurrency in cfg.eval.concurrencies:
+            cell = entry(method, found[method, k, concurrency], slices, cfg.eval.temperature > 0)
+            methods.append(cell | engine.setting(method, k, concurrency))
     return {
         "name": cfg.name,
         "target": {"model": cfg.target.model, "revision": cfg.target.revision, "dtype": cfg.eval.dtype or cfg.target.dtype},
@@ -211,28 +216,34 @@ class Engine:
         encoded = all_prompt_ids(load_tokenizer(self.target_dir, cfg.target.trust_remote_code), prompts)
         requests, skipped = make_requests(encoded, cfg.eval.max_tokens, cfg.target.max_model_len, max(cfg.eval.ks))
         if cfg.eval.cut_loops:
-            longer = self.run("none", 0, requests, [max(LOOK_AHEAD, *cfg.eval.concurrencies)])[0]
+            ahead = max(LOOK_AHEAD, *cfg.eval.concurrencies)
+            longer = self.run(["none"], requests, [ahead])["none", 0, ahead].result
             requests, loops = cut_at_loops(requests, longer, cfg.data.loop_ngram)
         about = {"skipped_too_long": skipped, "max_tokens": cfg.eval.max_tokens, "temperature": cfg.eval.temperature}
         return requests, {**about, "cut_loops": cfg.eval.cut_loops, "answers_cut": loops}, longer
 
-    def run(self, method: str, k: int, requests: list[Request], concurrencies: list[int]) -> list[Result]:
-        """One result per concurrency, all from one engine."""
-        cfg, (speculative, overrides) = self.cfg, speculation(self.cfg, method, k, self.export_dir)
-        told = f", k={k}" if k and len(cfg.eval.ks) > 1 else ""
-        told += f", concurrency {', '.join(map(str, concurrencies))}" if len(concurrencies) > 1 else ""
-        print(f"evaluate: {label(method)}{told}, {len(requests)} prompts", flush=True)
-        return generate_each(
+    def run(self, methods: list[str], requests: list[Request], concurrencies: list[int]) -> dict[tuple[str, int, int], Measured]:
+        """By method, k and concurrency. `none` is among the methods."""
+        cfg, engines, cells = self.cfg, [], []
+        for method in ["none", *(name for name in methods if name != "none")]:
+            for one in drafting(cfg, method, self.export_dir):
+                engines.append(one)
+                cells += [(method, k, c) for k in one.ks for c in concurrencies]
+        named = ", ".join(dict.fromkeys(label(method) for method, _, _ in cells))
+        ks = f", k={', '.join(map(str, cfg.eval.ks))}" if len(engines) > 1 else ""
+        at = f", concurrency {', '.join(map(str, concurrencies))}" if len(concurrencies) > 1 else ""
+        print(f"evaluate: {named}{ks}{at}, {len(requests)} prompts", flush=True)
+        found = generate_each(
             target_dir=self.target_dir,
             target_cfg=cfg.target,
             prompts=requests,
-            speculative=speculative,
-            hf_overrides=overrides,
+            engines=engines,
             dtype=cfg.eval.dtype or cfg.target.dtype,
             concurrencies=concurrencies,
             max_model_len=cfg.target.max_model_len,
             temperature=cfg.eval.temperature,
         )
+        return dict(zip(cells, found, strict=True))
 
     def setting(self, method: str, k: int, concurrency: int) -> dict[str, Any]:
         """How a method was run, and the command that serves it. A greedy draft is kept with the probability that the target gives it, a

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_report import written
 
+from data.turns import Measured
 from eval.advice import advice, find, is_grid, recommend, reference
 from eval.methods import command
 from eval.report import headline, write
@@ -59,7 +60,10 @@ def grid(methods: tuple[str, ...] = ("none", "ngram", "head"), ks=KS, concurrenc
                     "command": command(Path("/models/it's <here>"), "float32", told, {}),
                 }
                 plain = result("none", 0, concurrency)
-                found.append(entry(method, result(method, k, concurrency) if k else plain, plain, SLICES, False) | setting)
+                found.append(
+                    entry(method, Measured(result(method, k, concurrency), plain, 4) if k else Measured(plain, None, 4), SLICES, False)
+                    | setting
+                )
     prompts = {
         "count": 21,
         "slices": {"chat": 14, "turkish": 7},
@@ -107,12 +111,26 @@ def test_best_k_falls_with_concurrency_and_differs_by_slice():
     assert model[1]["slices"]["chat"]["best_k"] > model[1]["slices"]["turkish"]["best_k"] > 0
 
 
+def test_predictions_are_held_against_what_was_measured():
+    report = grid(concurrencies=(1, 4))
+    assert [(p["concurrency"], p["cells"], p["within"]) for p in report["recommendation"]["prediction"]] == [(1, 6, 6), (4, 6, 6)]
+    for m in report["methods"]:  # one cell of six, whose neighbours pull the fit a little its way
+        if (m["method"], m["k"], m["concurrency"]) == ("head", 2, 1):
+            m["speedup"] *= 1.5
+    report["recommendation"] = recommend(report["methods"])
+    one, four = report["recommendation"]["prediction"]
+    assert one["within"] < 6 and 0.15 < one["largest"] < 0.5 and four["largest"] < 0.01 and one["median"] < one["largest"]
+    assert f"at most {one['largest']:.1%} at concurrency 1, {one['within']} of 6 cells by less than 15%; by " in advice(report)
+    assert not recommend(grid(ks=(2,))["methods"])["prediction"], "one or two k say nothing of two costs that are fitted to them"
+
+
 def test_advice_says_what_to_use_where_and_when_to_switch_off():
     report = grid()
     assert [(c["method"], c["k"]) for c in report["recommendation"]["choices"]] == [("head", 4), ("head", 2), ("none", 0)]
     text = advice(report)
     assert text.startswith("At concurrency 1 use head with k=4: ") and "; at 4 use head with k=2: " in text
     assert "; at 16 switch speculation off: the fastest, head with k=1, reaches 0." in text
+    assert "plain decoding and the others took turns, up to 4 times." in text
     assert "is k=4 (" in text and "none at 16" in text and "larger k was not measured" in text
     assert "slice turkish accepts 50% fewer drafts than chat (1.05 against 2.10 a pass): train on more text like it." in text
     first, (low, high) = (report["recommendation"]["choices"][0][key] for key in ("speedup", "speedup_interval"))

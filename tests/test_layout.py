@@ -23,7 +23,7 @@ MAY_IMPORT = {
 HOMES = {
     "deepspeed": ("train/engine.py",),
     "wandb": ("train/log.py",),
-    "vllm": ("data/engine_worker.py", "data/vllm_connector.py", "eval/vllm_plugin/"),
+    "vllm": ("data/engine_worker.py", "data/engine_measure.py", "data/vllm_connector.py", "eval/vllm_plugin/"),
     "transformers": ("data/chat.py", "data/forward.py", "data/target_config.py"),
     "datasets": ("data/prompts.py",),
     "compressed_tensors": ("eval/quantize.py",),

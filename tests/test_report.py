@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from data.turns import Measured
 from eval.advice import FEWEST, advice, commands, recommend
 from eval.methods import command
 from eval.report import comparison, headline, history, write
@@ -39,7 +40,7 @@ def made(
     for method in methods:
         extra = {"k": 0 if method == "none" else 3, "temperature": temperature, "concurrency": 1, "draft_sample_method": drafts}
         extra["command"] = command(Path("/models/it's <here>"), "float32", None if method == "none" else {"method": method}, {})
-        found.append(entry(method, results[method], plain, SLICES, temperature > 0) | extra)
+        found.append(entry(method, Measured(results[method], plain, 1), SLICES, temperature > 0) | extra)
     prompts = {"count": COUNT, "slices": {"chat": 14, "turkish": 7}, "skipped_too_long": 1, "max_tokens": 20, "answers_cut": 1}
     prompts["temperature"] = temperature
     report = {"name": "a <b>", "target": {"model": "m", "dtype": "float32"}, "engine": {"name": "vllm", "version": "0", "device": "CPU"}}

@@ -3,9 +3,9 @@
 python run.py OUT_FOLDER [--rounds 5] [--rows 1x1024:3:8192,...] [--dtype auto]     (make bench)
 
 Each contender is a process of its own (worker.py) with its packages from .bench/<name>, beside this environment's torch and
-transformers. Rows too large for all at once are taken one contender after the other. Writes training_step.json and training_step.md. `ratio`: the fastest peer's median time over ours, all as installed;
-`ratio_tuned`: the same with glibc told to keep large blocks, which speeds the peers up; `peak_fraction`: necessary operations of our
-step per second over the best measured product of two matrices.
+transformers. Rows too large for all at once are taken one contender after the other. Writes training_step.json and training_step.md.
+`ratio`: the fastest peer's median time over ours, all as installed; `ratio_tuned`: the same with glibc told to keep large blocks, which
+speeds the peers up; `peak_fraction`: necessary operations of our step per second over the best measured product of two matrices.
 """
 
 from __future__ import annotations
