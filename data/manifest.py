@@ -102,9 +102,8 @@ def as_stored(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         return manifest
     there = read_manifest(folder)
     taps, last = there["taps"], there["last"]
-    if (
-        not isinstance(taps, list) or taps != sorted(set(taps)) or not (last in LAST_POLICIES or top_k(last))
-    ):  # by hand: refused as another capture
+    known = last in LAST_POLICIES or top_k(str(last)) is not None
+    if not isinstance(taps, list) or taps != sorted(set(taps)) or not known:  # by hand: refused as another capture
         return manifest
     enough = set(manifest["taps"]) <= set(taps) and holds(last, manifest["last"])
     return manifest | {"taps": taps, "last": last} if enough else manifest

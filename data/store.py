@@ -125,7 +125,8 @@ class StoreWriter:
         n_tokens, n_taps, policy = len(token_ids_T), len(self.manifest["taps"]), self.manifest["last"]
         assert name not in self.done, f"{name} was added before"
         assert n_tokens > 0 and loss_mask_T.shape == (n_tokens,), (name, loss_mask_T.shape)
-        assert (taps_TLD is None) == (n_taps == 0) and (last_TD is None) == (policy == "none" or top is not None), name
+        assert (taps_TLD is None) == (n_taps == 0) and (top is None) == (top_k(policy) is None), name
+        assert (last_TD is None) == (policy == "none" or top is not None), name
         tensors = {"token_ids": token_ids_T.to("cpu", torch.int32, copy=True), "loss_mask": loss_mask_T.to("cpu", torch.bool, copy=True)}
         if taps_TLD is not None:
             assert taps_TLD.shape == (n_tokens, n_taps, self.manifest["hidden_size"]), (name, taps_TLD.shape)
