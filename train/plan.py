@@ -141,7 +141,8 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     bound). With train.recompute that of one depth, of every row its state D and keys and values 2 G H a block, and D of embeddings once.
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
     Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
-    Allocator overhead and communication buffers are left out.
+    Allocator overhead and communication buffers are left out, and on a CPU what heads/blocked.py keeps: N S numbers a row and block in
+    documents of 2 S tokens.
     """
     P, b, T = sum(p.numel() for p in head.parameters()), ITEMSIZE[cfg.train.dtype], longest_batch(cfg)
     V, stage = spec.vocab_size, int(cfg.zero["stage"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -37,8 +38,9 @@ class Contender:
 
     def ask(self, what: str = "") -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has stopped: its log says why
+            self.process.stdin.write(what + "\n")
+            self.process.stdin.flush()
         return self._read()
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ PEERS = {
     "modelopt": ["nvidia-modelopt==0.47.0", "pulp", "scipy", "nvidia-ml-py"],
 }
 TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "34359738368"}
-SIDE_BY_SIDE = 4e8  # logits of a step over all depths, up to which all contenders are in memory at once
+SIDE_BY_SIDE = 1e8  # logits of a step over all depths, up to which all contenders are in memory at once
 D, INTER, V, Q, KV = 576, 1536, 49152, 576, 192
 ROWS = [f"{shape}:{k}:{u}" for u in (8192, V) for shape in ("1x1024", "4x512", "1x4096") for k in (3, 7)]
 
@@ -73,19 +73,20 @@ def measure(settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[
 
 
 def take_turns(names: tuple[str, ...], settings: dict[str, Any], rounds: int, env: dict[str, str]) -> dict[str, dict[str, float]]:
-    contenders = [one for name in names if (one := contender(name, settings, env)) is not None]
-    times: dict[str, list[float]] = {one.name: [] for one in contenders}
+    """Without those that stop on the way, out of memory above all, which is said."""
+    there = [one for name in names if (one := contender(name, settings, env)) is not None]
+    answers: dict[str, list[dict[str, float]]] = {one.name: [] for one in there}
+    for what in [*["step"] * rounds, "peak"]:
+        for one in list(there):
+            try:
+                answers[one.name].append(one.ask(what))
+            except RuntimeError as error:
+                print(f"  {error}", flush=True)
+                there.remove(one)
     found = {}
-    try:
-        for _ in range(rounds):
-            for one in contenders:
-                times[one.name].append(one.ask("step")["wall"])
-        for one in contenders:
-            peak = one.ask("peak")
-            found[one.name] = {"seconds": statistics.median(times[one.name]), "gb": peak["peak_gb"] - peak["idle_gb"]}
-    except RuntimeError as error:  # out of memory, above all
-        print(f"  {error}", flush=True)
-    for one in contenders:
+    for one in there:
+        *steps, peak = answers[one.name]
+        found[one.name] = {"seconds": statistics.median(x["wall"] for x in steps), "gb": peak["peak_gb"] - peak["idle_gb"]}
         one.close()
     return found
 
@@ -133,18 +134,23 @@ def row(text: str, rounds: int, dtype: str, data: Path, supervised: float = 1.0)
     settings = {"sequences": B, "length": S, "depths": K, "draft_vocab": U, "dtype": dtype, "supervised": supervised, "data": str(data)}
     plain, tuned = (measure(settings, rounds, env) for env in ({}, TUNED))
     ours, peers = plain["draftsmith"], {name: x for name, x in plain.items() if name != "draftsmith"}
-    fastest_tuned = min(x["seconds"] for name, x in tuned.items() if name != "draftsmith")
+    others = [x["seconds"] for name, x in tuned.items() if name != "draftsmith"]
     found = {
         "shape": shape, "depths": K, "draft_vocab": U, "supervised": supervised,
         "ours_tok_s": B * S / ours["seconds"],
         "peers": {name: B * S / x["seconds"] for name, x in peers.items()},
-        "ratio": min(x["seconds"] for x in peers.values()) / ours["seconds"],
-        "ratio_tuned": fastest_tuned / tuned["draftsmith"]["seconds"],
-        "memory_ratio": ours["gb"] / min(x["gb"] for x in peers.values()),
+        "ratio": min(x["seconds"] for x in peers.values()) / ours["seconds"] if peers else None,
+        "ratio_tuned": min(others) / tuned["draftsmith"]["seconds"] if others else None,
+        "memory_ratio": ours["gb"] / min(x["gb"] for x in peers.values()) if peers else None,
         "flops": necessary_flops(B, S, K, U) / ours["seconds"] if supervised == 1 else None,
     }  # fmt: skip
     print(json.dumps(found), flush=True)
     return found
+
+
+def _figure(ratio: float | None, unit: str = "") -> str:
+    """None: no peer was left to compare with."""
+    return "-" if ratio is None else f"{ratio:.2f}{unit}"
 
 
 def markdown(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -163,7 +169,7 @@ def markdown(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         share = f"{r['peak_fraction']:.0%}" if r["peak_fraction"] else "-"
         lines += [
             f"| {r['shape']} | {r['depths']} | {r['draft_vocab']:,} | {r['supervised']:.0%} | {r['ours_tok_s']:,.0f} | {peers} | "
-            f"{r['ratio']:.2f}x | {r['ratio_tuned']:.2f}x | {r['memory_ratio']:.2f} | {share} |"
+            f"{_figure(r['ratio'], 'x')} | {_figure(r['ratio_tuned'], 'x')} | {_figure(r['memory_ratio'])} | {share} |"
         ]
     return "\n".join(lines) + "\n"
 
