@@ -26,7 +26,7 @@ from data.store import Store
 from data.target import fingerprint, frozen, spec
 from data.teacher import tail_mass
 
-CLOSE = 0.1  # relative error to transformers' float32 states; a bfloat16 engine's stay below 0.02, taps stored as fp8 below 0.03
+CLOSE = 0.1  # relative error to transformers' float32 states (a bfloat16 engine's: below 0.02, fp8 taps below 0.03), or total variation
 BEFORE_NORM, EARLY, LATE = "before the norm", "one token early", "one token late"  # states that last may be instead of its own
 OFF_POLICY = 0.3  # nats per token by which a text may surprise the target more than its own samples would
 
@@ -149,7 +149,8 @@ def _judge(figures: dict[str, float], meant: dict[int, str]) -> list[Fault]:
     kinds = {BEFORE_NORM: "norm", EARLY: "slot", LATE: "slot"}
     nearest = min(kinds, key=lambda kind: figures[f"{name}, {kind}"])
     if figures[f"{name}, {nearest}"] > CLOSE:
-        return [*faults, Fault(name, f"{name} is not the target's own (relative error {figures[name]:.2f}). {anew()}")]
+        what = "total variation" if name == "top" else "relative error"
+        return [*faults, Fault(name, f"{name} is not the target's own ({what} {figures[name]:.2f}). {anew()}")]
     return [*faults, Fault(kinds[nearest], f"what is stored as {name} is the target's own {nearest}. {anew()}")]
 
 

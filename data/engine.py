@@ -142,7 +142,7 @@ def say_tail(store_dir: Path) -> None:
     size, mass = (sum(shard[key] for shard in manifest["shards"]) for key in ("bytes", "tail_mass"))
     tail = mass / manifest["supervised_tokens"]
     print(f"capture: {size / manifest['tokens']:,.0f} bytes a token, {k} tokens as the teacher of each supervised one", flush=True)
-    print(f"capture: tail mass {tail:.1%} on average, and by no more is the teacher off in total variation (docs/data.md)", flush=True)
+    print(f"capture: tail mass {tail:.1%} on average, over the whole vocabulary the teacher is off by no more (docs/data.md)", flush=True)
 
 
 def _say_sizes(store_dir: Path, need: int, tokens: int, counts: dict[str, int], dtype: str, max_length: int) -> None:

@@ -120,8 +120,8 @@ def cache_bytes(job: dict[str, Any]) -> int | None:
 
 def side_by_side(engines: list[dict[str, Any]]) -> list[list[int]]:
     """The engines of a measurement in groups that are alive together, by their places. On a CPU as many as memory holds, each group with
-    plain decoding, which comes first; where that is one, and on a GPU, each alone."""
-    if torch.cuda.is_available():
+    plain decoding, which comes first; where that is one, on a GPU, and where an engine has processes of its own, each alone."""
+    if torch.cuda.is_available() or engines[0]["llm"]["tensor_parallel_size"] > 1:
         return [[i] for i in range(len(engines))]
     # Weights beside what they are read from and repacked to; the process itself.
     needs = [int(1.5 * (weight_bytes(e["llm"]) + draft_bytes(e["speculative"]))) + e["cache_need"] + 2**30 for e in engines]

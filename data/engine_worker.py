@@ -180,11 +180,14 @@ def take_states(llm: LLM, job: dict[str, Any], wanted: Iterable[dict[str, Any]])
 
 
 def work(job_path: str) -> None:
-    from data.engine_measure import generate
-
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    tasks: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"respond": respond, "capture": capture}
+    if job["task"] == "generate":  # here: it imports more of vLLM's inside, without which answers and states can still be had
+        from data.engine_measure import generate
+
+        tasks["generate"] = generate
     try:
-        result = {"respond": respond, "capture": capture, "generate": generate}[job["task"]](job)
+        result = tasks[job["task"]](job)
     except UserError as error:
         result = {"error": str(error)}
     Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")

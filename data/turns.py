@@ -37,7 +37,8 @@ class Measured(NamedTuple):
 
 def slices(count: int, concurrency: int) -> list[list[int]]:
     """The places of `count` prompts in even parts: twice as many as are in flight, and fewer where there would be one part."""
-    parts = min(count, max(ROUNDS, math.ceil(count / (2 * concurrency))))
+    parts = max(ROUNDS, math.ceil(count / (2 * concurrency)))
+    parts = min(count, parts + parts % 2)  # as many there as back: a steady drift cancels
     return [list(range(count * i // parts, count * (i + 1) // parts)) for i in range(parts)]
 
 

@@ -91,7 +91,7 @@ def model(report: Report) -> str:
     header = ["method", "concurrency", "fixed", "one draft", "of it verifying", "best k", "predicted", "model off by at most"]
     costs = table(header, [_costs(f) for f in fits])
     drawn = charts([("Measured speed-up (up) against the model's", chart(lines, "speed-up by the model"))])
-    held = f"<p>{escape(prediction_text(report))}</p>"
+    held = f"<p>{escape(text)}</p>" if (text := prediction_text(report)) else ""
     return held + drawn + costs + _by_slice(report, fits)
 
 

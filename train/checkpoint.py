@@ -168,7 +168,7 @@ def _changed(old: Any, new: Any, keys: tuple[str, ...] = FIXED) -> list[str]:
     for key in keys:
         before, now = old, new
         for part in key.split("."):
-            before, now = before[part], now[part]
+            before, now = before.get(part), now[part]  # a run of before there was the key has none
         found += [f"{name} was {old_value}, is {new_value}" for name, old_value, new_value in unequal(before, now, key)]
     return found
 
