@@ -87,9 +87,16 @@ def spoil_latest(run_dir: Path) -> None:
     (run_dir / "latest").write_text("step-000077\n")
 
 
+def spoil_keys(run_dir: Path) -> None:
+    """A run of before there was data.teacher."""
+    for path in run_dir.rglob("config.yaml"):
+        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line.strip() != "teacher: last"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "settings", "parts"),
     [
+        (spoil_keys, {}, ["belongs to another run: data.teacher was None, is last"]),
         (spoil_world, {}, ["4 ranks x train.accum=1 = 4 micro-batches, now it is 1 x 1", "set train.accum=4"]),
         (spoil_latest, {}, ["latest names step-000077", "step-000002"]),
         (None, {"optim.lr": 0.5}, ["belongs to another run: optim.lr was 0.05, is 0.5."]),

@@ -73,12 +73,15 @@ def test_a_speed_up_is_taken_against_the_neighbours_whatever_the_machine_does():
 
 
 def test_engines_are_alive_together_as_far_as_memory_goes(monkeypatch):
-    engine = {"llm": {}, "speculative": None, "cache_need": 0}
+    engine = {"llm": {"tensor_parallel_size": 1}, "speculative": None, "cache_need": 0}
     monkeypatch.setattr(engine_job, "weight_bytes", lambda llm: 2 * 2**30)  # with the process: 4 GiB
     for gigabytes, groups in ((100, [[0, 1, 2, 3]]), (16, [[0, 1, 2], [0, 3]]), (10, [[0, 1], [0, 2], [0, 3]]), (9, [[0], [1], [2], [3]])):
         monkeypatch.setattr(psutil, "virtual_memory", lambda g=gigabytes: type("", (), {"available": g * 2**30}))
         assert side_by_side([engine] * 4) == groups
     assert side_by_side([engine]) == [[0]]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("", (), {"available": 100 * 2**30}))
+    wide = {**engine, "llm": {"tensor_parallel_size": 2}}  # has processes of its own, which a daemonic fork may not have
+    assert side_by_side([wide] * 3) == [[0], [1], [2]]
 
 
 def test_one_engine_serves_all_k_only_where_that_is_known_to_be_exact(tmp_path):
