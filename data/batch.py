@@ -28,12 +28,11 @@ import torch
 
 from data.commands import command
 from data.errors import UserError
-from data.sequences import Sequences
+from data.sequences import TOP, Sequences
 from heads.base import Batch
 
 WINDOW = 1024  # sequences sorted by length together: long enough to find like lengths, short enough to mix an epoch
 QUEUED_STEPS = 2
-TOP = ("top_ids", "top_log_p")  # of a document, as data.teacher.read_rows has them
 POLL_SECONDS = 0.5  # between two looks for what is not there yet
 
 

@@ -25,6 +25,7 @@ from data.states import label_rows
 from data.store import Store
 from data.target import fingerprint, frozen, spec
 from data.teacher import tail_mass
+from heads.kernels import softcapped
 
 CLOSE = 0.1  # relative error to transformers' float32 states (a bfloat16 engine's: below 0.02, fp8 taps below 0.03), or total variation
 BEFORE_NORM, EARLY, LATE = "before the norm", "one token early", "one token late"  # states that last may be instead of its own
@@ -106,8 +107,7 @@ def _teacher_figures(item: dict[str, Any], raw_TD: Tensor, last_TD: Tensor, lm_h
     stored, label = (item["top_log_p"][rows].exp() if top else item["last"][rows].float()), item["token_ids"][rows + 1]
 
     def log_p(state_RD: Tensor) -> Tensor:
-        z_RV = state_RD @ lm_head_VD.T
-        return (z_RV if softcap is None else (z_RV / softcap).tanh() * softcap).log_softmax(-1)
+        return softcapped(state_RD @ lm_head_VD.T, softcap).log_softmax(-1)
 
     def error(state_RD: Tensor) -> float:
         if not top:

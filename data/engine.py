@@ -118,8 +118,13 @@ def capture(  # noqa: PLR0913
     if part.name and (rest := len(wanted - finish_part(store_dir, part.name, manifest, wanted))):
         print(f"capture: {part.name} has nothing more to do; {rest} sequences are still with other parts", flush=True)
     else:
-        say_lost(store_dir, answers)
+        say_finished(store_dir, answers)
     return {**counts, "tokens": tokens, **ran}
+
+
+def say_finished(store_dir: Path, answers: list[dict[str, Any]]) -> None:
+    say_lost(store_dir, answers)
+    say_tail(store_dir)
 
 
 def say_lost(store_dir: Path, answers: list[dict[str, Any]]) -> None:
@@ -131,7 +136,6 @@ def say_lost(store_dir: Path, answers: list[dict[str, Any]]) -> None:
     if lost := [f"{name} ({len(kept)})" for name, kept in sorted(found.items()) if not any(kept)]:
         why = f"{store_dir / 'quarantine.jsonl'} lists what has NaN or Inf, and what has no response token was left out above"
         print(f"capture: the store holds no answer at all of {', '.join(lost)}: {why}", flush=True)
-    say_tail(store_dir)
 
 
 def say_tail(store_dir: Path) -> None:

@@ -94,7 +94,11 @@ def cache_plan(target: TargetSpec, llm: dict[str, Any], *, tokens: int, layers: 
 
 def weight_bytes(llm: dict[str, Any]) -> int:
     """Of the target, on each device."""
-    return sum(path.stat().st_size for path in Path(llm["model"]).glob("*.safetensors")) // llm["tensor_parallel_size"]
+    return _tensor_bytes(llm["model"]) // llm["tensor_parallel_size"]
+
+
+def _tensor_bytes(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
 def cache_bytes(job: dict[str, Any]) -> int | None:
@@ -138,7 +142,7 @@ def side_by_side(engines: list[dict[str, Any]]) -> list[list[int]]:
 def draft_bytes(speculative: dict[str, Any] | None) -> int:
     """Of a draft's weights; 0 for a method that has none."""
     model = (speculative or {}).get("model")
-    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) if model else 0
+    return _tensor_bytes(model) if model else 0
 
 
 def stop_ids(target_dir: Path) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from data.answers import asked_answers, cut_answers, mask_of
 from data.errors import UserError
 from data.forward import Forward
-from data.sequences import Sequences
+from data.sequences import Sequences, document
 from data.states import label_rows
 
 
@@ -50,11 +50,7 @@ class Answers(Sequences):
     def get(self, i: int, taps: tuple[int, ...], stop: int | None = None, with_last: bool = True, micro: int = 0) -> dict[str, Any]:
         """As Store.get, on the CPU, in the target's dtype. UserError: a state that is NaN or Inf."""
         ids_T, mask_T = self.tokens(i, stop)
-        found: dict[str, Any] = dict.fromkeys(("taps", "last", "top_ids", "top_log_p")) | {
-            "token_ids": ids_T,
-            "loss_mask": mask_T,
-            "kv": [],
-        }
+        found = document(ids_T, mask_T)
         if self.forward is None:
             assert not taps and self.last == "none" and not self.kv_layers, "no states without the target"
             return found

@@ -12,6 +12,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+TOP = ("top_ids", "top_log_p")  # of a document, where its teacher is the likeliest tokens
+
+
+def document(token_ids_T: Tensor, loss_mask_T: Tensor) -> dict[str, Any]:
+    """What Sequences.get returns, without any states yet."""
+    return {"token_ids": token_ids_T, "loss_mask": loss_mask_T, "taps": None, "last": None, **dict.fromkeys(TOP), "kv": []}
+
 
 class Sequences:
     """lengths: tokens [S] int64; first_labels: index of the first label of each, its length where it has none; ids: in the same order."""

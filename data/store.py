@@ -44,7 +44,7 @@ from data.manifest import (
 from data.manifest import check_compatible as check_compatible
 from data.manifest import check_disk as check_disk
 from data.manifest import plan_bytes as plan_bytes
-from data.sequences import Sequences
+from data.sequences import Sequences, document
 from data.states import finite, label_rows, pack_last, pack_taps, parts, read_dtype, unpack_taps
 from data.teacher import LAST_POLICIES, pack_top, read_rows, tail_mass, top_k
 
@@ -286,7 +286,7 @@ class Store(Sequences):
         length = end - first if stop is None else min(end - first, stop)
         mask_T = shard.loss_mask_N[first : first + length].clone()
         ids_T = shard.file.get_slice("token_ids")[first : first + length].long()
-        found = dict.fromkeys(("taps", "last", "top_ids", "top_log_p")) | {"token_ids": ids_T, "loss_mask": mask_T, "kv": []}
+        found = document(ids_T, mask_T)
         if columns:
             whole = columns == list(range(len(self.manifest["taps"])))
             slices = [shard.file.get_slice(key) for key in parts("taps", dtype)]

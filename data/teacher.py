@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.states import parts, read_dtype, unpack_last
+from heads.kernels import softcapped, wide
 
 LAST_POLICIES = ("none", "supervised", "all")  # each holds all that those before it hold
 TOP = re.compile(r"top([1-9]\d*)")
@@ -63,10 +64,7 @@ def likeliest(last_RD: Tensor, lm_head_VD: Tensor, k: int, softcap: float | None
     at least float32. Products are in the dtype of the states, as the engine's are. softcap: of the target's logits."""
     ids, log_p = [], []
     for x_RD in last_RD.split(CHUNK):
-        z_RV = x_RD @ lm_head_VD.T
-        z_RV = z_RV.to(torch.promote_types(z_RV.dtype, torch.float32))
-        if softcap is not None:
-            z_RV = (z_RV / softcap).tanh() * softcap
+        z_RV = softcapped(wide(x_RD @ lm_head_VD.T), softcap)
         top_RC, ids_RC = z_RV.topk(k)
         ids.append(ids_RC.int())
         log_p.append(top_RC - z_RV.logsumexp(-1, keepdim=True))

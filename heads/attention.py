@@ -17,7 +17,7 @@ from heads.blocked import Block, Blocked, blocks
 from heads.flash import Kernel, Layout, PerDocument, Varlen, split
 from heads.kernels import fused
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]  # keys, values [*, M, H]
 
 
 class _Take(torch.autograd.Function):
@@ -177,7 +177,7 @@ def _diagonal_backward(dq: Tensor, q: Tensor, grad: Tensor, kv: Pair, of_row: tu
 
 
 class _Merged(torch.autograd.Function):
-    """Flash attention over depth 0 merged with the diagonals by log-sum-exp.
+    """A kernel's attention over depth 0 merged with the diagonals by log-sum-exp.
 
     The backward hands the *merged* output O and log-sum-exp L to the flash backward (see heads/flash.py), so no derivative of L itself
     is needed; the diagonals use the same L and delta.

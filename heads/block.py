@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.attention import Documents
+from heads.attention import Documents, Pair
 from heads.base import Batch, DraftHead, LossOut, TargetSpec
 from heads.block_attention import Blocks
-from heads.layers import BlockLayer, Pair, RMSNorm, llama_config, rope_tables
+from heads.layers import BlockLayer, RMSNorm, llama_config, rope_tables
 from heads.losses import Labels, LowRank, fused_loss
 from heads.metrics import hits, rates
 from heads.objectives import parse

@@ -51,6 +51,11 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def softcapped(z: Tensor, softcap: float | None) -> Tensor:
+    """Logits as a target with a final softcap gives them; None: it has none."""
+    return z if softcap is None else (z / softcap).tanh() * softcap
+
+
 @fused
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)

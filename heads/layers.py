@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.attention import Documents, KeyValues, Rows, causal_diagonal
+from heads.attention import Documents, KeyValues, Pair, Rows, causal_diagonal
 from heads.base import TargetSpec
 from heads.block_attention import Blocks, block_attention
 from heads.kernels import rms_norm, rotate, swiglu
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [*, H/2] of rotary embedding
-Pair = tuple[Tensor, Tensor]  # keys, values [*, M, H]
 
 
 class RMSNorm(nn.Module):

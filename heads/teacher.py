@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Batch
-from heads.kernels import fused, wide
+from heads.kernels import fused, softcapped, wide
 from heads.objectives import logsumexp
 
 LEAST_TAIL = 1e-9  # where rounding leaves none, a draft vocabulary without any of S must still have a distribution
@@ -48,9 +48,7 @@ def teacher_of(batch: Batch, vocab_size: int, draft_index: Callable[[Tensor], Te
 @fused
 def from_logits(logits_LU: Tensor, softcap: float | None, p_LU: Tensor, spare_LU: Tensor | None) -> Tensor:
     """Writes the probabilities into p_LU; returns sum p log p [L]."""
-    z_LU = wide(logits_LU)
-    if softcap is not None:
-        z_LU = (z_LU / softcap).tanh() * softcap
+    z_LU = softcapped(wide(logits_LU), softcap)
     torch.softmax(z_LU, -1, out=p_LU)
     return torch.mul(p_LU, z_LU, out=spare_LU).sum(-1) - logsumexp(z_LU, p_LU)
 
