@@ -1,6 +1,4 @@
-# One command per task; each builds the environment first where it is missing. OMP_WAIT_POLICY: idle OpenMP threads sleep instead of
-# spinning, which matters when the engine and the trainer share few cores.
-export OMP_WAIT_POLICY := passive
+# One command per task; each builds the environment first where it is missing.
 PY := .venv/bin/python
 PYTHON ?=
 
@@ -13,6 +11,9 @@ setup: .venv/.ready
 
 demo: setup
 	$(PY) launch/run.py conf=demo
+
+# Tests share the cores with others, so their idle OpenMP threads sleep instead of spinning.
+test test-all: export OMP_WAIT_POLICY := passive
 
 # Two at a time, a file each, on a thread each: half the time on two cores.
 test: setup

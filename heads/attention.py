@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.blocked import Block, Blocked, blocks
 from heads.flash import Kernel, Layout, PerDocument, Varlen, split
-from heads.kernels import fused
+from heads.kernels import fused, rounded
 
 Pair = tuple[Tensor, Tensor]  # keys, values [*, M, H]
 
@@ -93,18 +93,28 @@ class Documents:
     def need(self, rows: Tensor) -> None:
         """From now on the outputs at `rows` (places in the pack, any shape, negative ones ignored) are all that is read.
 
-        Kept is one span a document, from its first such row to its last: what lies between is computed too.
+        Kept is one span a document, from its first such row to its last: what lies between is computed too, and beside them as many more
+        as make their number one that products of matrices like (see heads.kernels.rounded), as far as these documents have them.
         """
         index = rows[rows >= 0].cpu()
         document = self._document_T[index]
         first_S = torch.full((len(self._starts),), len(self._document_T)).scatter_reduce(0, document, index, "amin")
         last_S = torch.full((len(self._starts),), -1).scatter_reduce(0, document, index, "amax")
-        bounds = zip(self._starts, first_S.tolist(), last_S.tolist(), strict=True)
-        self.needed = self._rows([(start, first, last + 1) for start, first, last in bounds if last >= 0])
+        bounds = zip(self._starts, first_S.tolist(), last_S.tolist(), self._ends, strict=True)
+        spans = [(start, first, last + 1, end) for start, first, last, end in bounds if last >= 0]
+        count = sum(last - first for _, first, last, _ in spans)
+        short = rounded(count) - count
+        for i, (start, first, last, end) in enumerate(spans):
+            after = min(short, end - last)
+            before = min(short - after, first - start)
+            spans[i], short = (start, first - before, last + after, end), short - after - before
+        self.needed = self._rows([span[:3] for span in spans])
 
     def keep(self, keep_T: Tensor) -> None:
-        """Of the needed rows those alone where keep_T [T] bool, on the CPU, is set, wherever they lie."""
-        spans, parts = [], []
+        """Of the needed rows those alone where keep_T [T] bool, on the CPU, is set, wherever they lie, and as many more as `need` says."""
+        spans, parts, kept_R = [], [], keep_T[self.needed.index_R.cpu()]
+        more_R = (~kept_R).nonzero().squeeze(1)[: rounded(int(kept_R.sum())) - int(kept_R.sum())]
+        keep_T = keep_T.index_fill(0, self.needed.index_R.cpu()[more_R], True)  # noqa: FBT003
         for start, first, end in self.needed.spans:
             part = keep_T[first:end].nonzero().squeeze(1) + first
             if len(part):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MULTIPLE = 16  # rows: of a matrix unit's tile
 P = ParamSpec("P")
 T = TypeVar("T")
 _compiling = False
@@ -49,6 +50,11 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
 def wide(x: Tensor) -> Tensor:
     """x in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rounded(rows: int) -> int:
+    """The next number of rows that products of matrices like: on CPUs those of 1,022 rows take up to a sixth longer than those of 1,024."""
+    return -(-rows // MULTIPLE) * MULTIPLE
 
 
 def softcapped(z: Tensor, softcap: float | None) -> Tensor:

@@ -18,7 +18,6 @@ from train.words import take
 
 
 def run(cfg: RunConfig) -> None:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     gpus = max(torch.cuda.device_count(), 1)
     plan_table.show([part for part in plan_table.made(cfg, gpus) if shown])  # made also unseen: it refuses a head that does not fit
     whole = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_ARRAY_")}  # its tasks may run a conf each

@@ -71,6 +71,7 @@ NEEDED = {"all": range(78), "not the first document": [3, 60, 77], "from the mid
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr("heads.blocked.BLOCK", 16)  # several of the longest document
+    monkeypatch.setattr("heads.kernels.MULTIPLE", 1)  # no more rows than are asked for
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -198,3 +199,24 @@ def test_documents_shift_and_rows_find_their_places():
     docs.need(torch.tensor([[1, -1], [7, 5]]))
     assert docs.needed.of(x).tolist() == [1, 5, 6, 7]
     assert docs.needed.place(torch.tensor([-1, 1, 2, 6])).tolist() == [-1, 0, -1, 2]
+
+
+@pytest.mark.parametrize("needed", NEEDED)
+def test_rows_are_as_many_as_products_like_where_their_documents_have_them(monkeypatch, needed):
+    monkeypatch.setattr("heads.kernels.MULTIPLE", 8)
+    docs, asked = Documents(OFFSETS, torch.device("cpu")), list(NEEDED[needed])
+    docs.need(torch.tensor(asked, dtype=torch.long))
+    rows, there = docs.needed, [b - a for a, b in zip(OFFSETS, OFFSETS[1:], strict=False) if any(a <= row < b for row in asked)]
+    alone = Documents(OFFSETS, torch.device("cpu"))
+    monkeypatch.setattr("heads.kernels.MULTIPLE", 1)
+    alone.need(torch.tensor(asked, dtype=torch.long))
+    count = len(alone.needed.index_R)
+    assert len(rows.index_R) == min(-(-count // 8) * 8, sum(map(int, there)))
+    assert set(alone.needed.index_R.tolist()) <= set(rows.index_R.tolist())
+    assert [span[0] for span in rows.spans] == [span[0] for span in alone.needed.spans]
+    kept_T = torch.rand(78, generator=torch.Generator().manual_seed(1)) < 0.4
+    monkeypatch.setattr("heads.kernels.MULTIPLE", 8)
+    docs.keep(kept_T)
+    kept = kept_T[rows.index_R].sum().item()
+    assert set(rows.index_R[kept_T[rows.index_R]].tolist()) <= set(docs.needed.index_R.tolist()) <= set(rows.index_R.tolist())
+    assert len(docs.needed.index_R) == min(-(-kept // 8) * 8, len(rows.index_R))

@@ -23,6 +23,7 @@ from data.window import Sizes
 from heads.base import DraftHead, TargetSpec
 from heads.block import BlockHead
 from heads.chain import ChainHead
+from heads.chunk import kept_depths
 from heads.layers import Attention
 from train.config import ROOT, RunConfig
 from train.inputs import SPLITS, answers_meta, closed_manifest, of_this_target
@@ -139,7 +140,8 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     the attention's output (N + 2 G) H + N H; gate, up and their product 3 I (of experts: MixtureOfExperts.kept); the lm_head's input and
     its gradient 2 D. All times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper
     bound). With train.recompute that of one depth, of every row its state D and keys and values 2 G H a block, and D of embeddings once.
-    Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, C U (8 + b).
+    Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, of k depths where
+    those of a trained lm_head wait for one another (heads.chunk.kept_depths), C U (8 + k b).
     Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
     Allocator overhead and communication buffers are left out, and on a CPU what heads/blocked.py keeps: N S numbers a row and block in
     documents of 2 S tokens.
@@ -156,6 +158,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     k = top_k(kept_for(head.needs_last, cfg.data.teacher))
     teacher = 8 * k if k else spec.hidden_size * (head.needs_last != "none") * b
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
+    waiting = kept_depths(chunk, U, b, head.depths) if any(p.dim() == 2 and len(p) == U for p in head.parameters()) else 1
     target = (target_parameters(spec) + cfg.data.max_length * block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
@@ -165,7 +168,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
         "gradients": 4 * P // (world if stage >= 2 else 1),
         "frozen embedding and lm_head": (frozen_parameters(spec) + gathered_rows * spec.hidden_size) * b,
         "activations": round(layers + outputs / ranks * 2 * D) * b,
-        "loss chunk": chunk * U * (8 + b),
+        "loss chunk": chunk * U * (8 + b * waiting),
         "hidden states of a batch": T * ((spec.hidden_size * len(head.taps) + _kv_numbers(head)) * b + teacher),
     } | ({"target": target} if runs_target(cfg, head) else {})
 

@@ -20,7 +20,7 @@ class Contender:
     ready. Its other output goes to .bench/<name>.log. RuntimeError: it stopped."""
 
     def __init__(self, worker: Path, name: str, settings: dict[str, Any], env: dict[str, str]) -> None:
-        env = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(THREADS), **env}
+        env = {**os.environ, "OMP_NUM_THREADS": str(THREADS), **env}
         command = [sys.executable, str(worker), json.dumps({**settings, "name": name, "threads": THREADS})]
         LOGS.mkdir(exist_ok=True)
         self.name, self.log = name, LOGS / f"{name}.log"
