@@ -43,6 +43,7 @@ class Rows:
     spans: list[tuple[int, int, int]]
     counts: list[int]
     index_R: Tensor  # their places in the pack
+    host_R: Tensor  # the same on the CPU
     positions_R: Tensor  # in their documents
     total: int  # T
 
@@ -112,9 +113,9 @@ class Documents:
 
     def keep(self, keep_T: Tensor) -> None:
         """Of the needed rows those alone where keep_T [T] bool, on the CPU, is set, wherever they lie, and as many more as `need` says."""
-        spans, parts, kept_R = [], [], keep_T[self.needed.index_R.cpu()]
-        more_R = (~kept_R).nonzero().squeeze(1)[: rounded(int(kept_R.sum())) - int(kept_R.sum())]
-        keep_T = keep_T.index_fill(0, self.needed.index_R.cpu()[more_R], True)  # noqa: FBT003
+        spans, parts, dropped = [], [], self.needed.host_R[~keep_T[self.needed.host_R]]
+        count = len(self.needed.host_R) - len(dropped)
+        keep_T = keep_T.index_fill(0, dropped[: rounded(count) - count], True)  # noqa: FBT003
         for start, first, end in self.needed.spans:
             part = keep_T[first:end].nonzero().squeeze(1) + first
             if len(part):
@@ -130,8 +131,9 @@ class Documents:
     def _rows(self, spans: list[tuple[int, int, int]], parts: list[Tensor] | None = None) -> Rows:
         """parts: the rows of each span, all where not given."""
         parts = [torch.arange(first, end) for _, first, end in spans] if parts is None else parts
-        index_R = (torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)).to(self._device)
-        return Rows(spans, [len(part) for part in parts], index_R, self.positions_T[index_R], len(self._document_T))
+        host_R = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+        index_R = host_R.to(self._device)
+        return Rows(spans, [len(part) for part in parts], index_R, host_R, self.positions_T[index_R], len(self._document_T))
 
 
 @dataclass
