@@ -108,7 +108,7 @@ class Engine:
 
         drive(self.llm, generate_asks(self.job, wanted, 2**31, ""), turn.concurrency, on_output)
         seconds, after = time.monotonic() - began, spec_counters(self.llm)
-        result = measured([finished[item["id"]] for item in wanted])
+        result = of_requests([finished[item["id"]] for item in wanted])
         ahead, behind = after.pop("accepted_per_position"), before.pop("accepted_per_position")
         counters = {key: after[key] - before[key] for key in after}
         counters["accepted_per_position"] = [a - b for a, b in zip(ahead, behind, strict=True)]
@@ -133,7 +133,7 @@ def generate_asks(job: dict[str, Any], chosen: list[dict[str, Any]], limit: int,
         yield Ask(prefix + item["id"], item["prompt_ids"], params)
 
 
-def measured(finished: list[RequestOutput]) -> dict[str, Any]:
+def of_requests(finished: list[RequestOutput]) -> dict[str, Any]:
     """Token ids, drafts and times of each request. itl: mean milliseconds between the tokens of one answer."""
     outputs, ttft_ms, itl_ms = {}, [], []
     for output in finished:

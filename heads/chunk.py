@@ -16,7 +16,7 @@ from heads.teacher import Teacher, Top, from_logits, from_top
 
 SLICE = 32  # rows of an element-wise pass on a CPU: what it touches stays in cache
 COMPILED_SLICE = 128  # of a compiled one, which goes row by row
-KEPT_BYTES = 128 << 20  # of logits' gradients that wait for one product with a trained lm_head's inputs
+KEPT_BYTES = 128 << 20  # of logits' gradients that wait for one product with the inputs of a trained lm_head or low-rank term
 SLICE_BYTES = 64 << 20  # of an element-wise pass on an accelerator: many times what its kernels take to start, little beside a chunk
 
 Gradients = list[Tensor | None]
@@ -118,10 +118,11 @@ class Chunk:
 
     def add_gradients(self, rows: Tensor, scale: Tensor, grads: Gradients) -> None:
         """After row_losses: those of its inputs into `grads` at `rows`, where there is one; scale: of its losses, one or [L, 1]."""
-        for weight, room, grad in zip(self._weights, self._inputs, grads, strict=True):
+        for weight, room, grad, total in zip(self._weights, self._inputs, grads, self._totals, strict=True):
             if grad is not None:
                 grad[rows] = (self._logits_LU[self._here] @ weight)[: len(rows)].mul_(scale.to(grad.dtype))
-            room[self._here][: len(rows)] *= scale.to(room.dtype)  # with its logits' gradient then that of the weight
+            if total is not None:  # the inputs make the weight's gradient, with that of their logits
+                room[self._here][: len(rows)] *= scale.to(room.dtype)
 
     def _add_weight_gradients(self) -> None:
         """Of all rows since the last call."""
@@ -154,5 +155,5 @@ def _filled(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def kept_depths(rows: int, size: int, itemsize: int, depths: int) -> int:
-    """Of how many depths the gradients by the logits [rows, size] wait for one another where an lm_head is trained."""
+    """Of how many depths the gradients by the logits [rows, size] wait for one another where a weight that makes them is trained."""
     return max(1, min(depths, KEPT_BYTES // max(1, rows * size * itemsize)))

@@ -121,6 +121,8 @@ def fused_loss(  # noqa: PLR0913
         tensors = [head_UD, *x_KRD]
     else:
         tensors = [head_UD, term.weight_UE, *(x for pair in zip(x_KRD, term.rows_KRE, strict=True) for x in pair)]
+    if not torch.is_grad_enabled():  # where a Function would still be told that its inputs want gradients
+        tensors = [x.detach() for x in tensors]
     return _FusedLoss.apply(teacher_UD, known, labels, weight_K, loss, chunk, softcap, accepted_KR, *tensors)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from heads.losses import Labels, fused_loss
+from heads.losses import Labels, LowRank, fused_loss
 from heads.metrics import hits
 from heads.objectives import OBJECTIVES, parse
+from heads.teacher import Top
 
 T, D, V, K = 23, 8, 37, 3
 
@@ -80,6 +82,39 @@ def test_the_fused_loss_equals_the_naive_loop(monkeypatch, loss, chunk, trained,
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kept", [0, 2 * 16 * V * 8, 1 << 20])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("known", ["states", "tokens", "nothing"])
+def test_gradients_of_two_trained_products_wait_across_chunks_too(monkeypatch, known, chunk, kept):
+    """An lm_head and a low-rank term, against autograd over the whole logits. Where no chunk works out the teacher's logits, what waits
+    goes on waiting into the next one."""
+    monkeypatch.setattr("heads.chunk.KEPT_BYTES", kept)
+    x, head, teacher, last, labels = inputs(True)
+    term = LowRank([torch.randn(T, 5, dtype=torch.float64, requires_grad=True) for _ in range(K)], torch.randn(V, 5, dtype=torch.float64))
+    term.weight_UE.requires_grad_()
+    likely = (last @ teacher.T).log_softmax(-1).sort(descending=True)
+    top = Top(likely.indices, likely.values, V)
+    loss = "ce" if known == "nothing" else "kl"
+    weight, wanted = torch.tensor([1.0, 0.8, 0.5], dtype=torch.float64), [*x, head, *term.rows_KRE, term.weight_UE]
+    given = {"states": last, "tokens": top, "nothing": None}[known]
+    total, value = fused_loss(x, head, teacher, given, labels, weight, parse(loss), chunk, term)
+    both = [torch.cat(pair, 1) for pair in zip(x, term.rows_KRE, strict=True)]
+    plain = naive(both, torch.cat([head, term.weight_UE], 1), teacher, last, labels, parse(loss))
+    torch.testing.assert_close(value.double(), plain, rtol=1e-6, atol=1e-6)
+    grads = torch.autograd.grad(2 * total, wanted)
+    for a, b in zip(grads, torch.autograd.grad(2 * (plain * weight).sum(), wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_without_gradients_none_are_worked_out(trained):
+    """Of held-out data: the products of the teacher and of each depth, and no more."""
+    x, head, teacher, last, labels = inputs(trained)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        fused_loss(x, head, teacher, last, labels, torch.ones(K), {"kl": 1.0}, 100)
+    assert counter.get_total_flops() == (1 + K) * 2 * 16 * D * V  # 7 label positions, rounded up
+
+
 class Waits(TorchDispatchMode):
     """Counts what a GPU would have to be waited for: operations whose result's shape, or a Python number, depends on data."""
 
@@ -118,8 +153,8 @@ def test_no_labels_is_a_zero_loss_with_a_zero_gradient(trained):
     assert all(g.abs().sum() == 0 for g in torch.autograd.grad(total, [*x, head] if trained else x))
 
 
-def test_gradients_that_wait_are_rounded_once_where_those_added_up_are_rounded_each(monkeypatch):
-    """In bfloat16, against float64: relative error of the lm_head's gradient in the 2-norm."""
+def test_bfloat16_is_off_by_its_rounding_alone_however_many_depths_wait(monkeypatch):
+    """Against float64: relative error of the lm_head's gradient in the 2-norm."""
     x, head, teacher, last, labels = inputs(True)
     errors = []
     (exact,) = torch.autograd.grad(fused_loss(x, head, teacher, last, labels, torch.ones(K), {"kl": 1.0}, 100)[0], head)

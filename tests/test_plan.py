@@ -87,6 +87,19 @@ def test_activations_are_about_what_autograd_keeps(conf, size):
     assert plan.memory(cfg, head, spec, 1)["activations"] == pytest.approx(counted, rel=1 / 3)
 
 
+def test_logits_of_depths_that_share_a_trained_lm_head_wait_and_are_counted(monkeypatch):
+    """b is 2: teacher and scratch 8 bytes an entry, then one depth's logits, or as many as wait."""
+    entries = 1024 * 32000
+    found = []
+    for kept in (0, 3 * entries * 2, 1 << 40):
+        monkeypatch.setattr("heads.chunk.KEPT_BYTES", kept)
+        for trained in ("true", "false"):
+            cfg = load(["conf=llama8b_eagle3", "head.depths=7", f"head.train_lm_head={trained}", "head.draft_vocab_size=32000"])
+            spec = spec_from_config(cfg.target)
+            found.append(plan.memory(cfg, plan.build_on_meta(cfg, spec), spec, 1)["loss chunk"] / entries)
+    assert found == [10, 10, 14, 10, 22, 10]
+
+
 def test_working_depths_out_again_leaves_one_depth_and_the_inputs_of_all():
     cfg = load(["conf=llama8b_eagle3", "head.depths=7"])
     spec = spec_from_config(cfg.target)

@@ -141,7 +141,7 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     its gradient 2 D. All times b. Under sequence parallelism a rank keeps its part of the rows, and of the others depth 0 (an upper
     bound). With train.recompute that of one depth, of every row its state D and keys and values 2 G H a block, and D of embeddings once.
     Loss, one chunk of C label positions: the teacher's probabilities and a pass's scratch in float32, and the logits, of k depths where
-    those of a trained lm_head wait for one another (heads.chunk.kept_depths), C U (8 + k b).
+    those of a trained lm_head or term wait for one another (heads.chunk.kept_depths), C U (8 + k b).
     Where the states are worked out in the training, the whole target and a layer's activations of one document, in its dtype.
     Allocator overhead and communication buffers are left out, and on a CPU what heads/blocked.py keeps: N S numbers a row and block in
     documents of 2 S tokens.
@@ -158,7 +158,8 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     k = top_k(kept_for(head.needs_last, cfg.data.teacher))
     teacher = 8 * k if k else spec.hidden_size * (head.needs_last != "none") * b
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
-    waiting = kept_depths(chunk, U, b, head.depths) if any(p.dim() == 2 and len(p) == U for p in head.parameters()) else 1
+    own = sum(p.dim() == 2 and len(p) == U for p in head.parameters())  # lm_heads and terms, each of its share of the depths
+    waiting = kept_depths(chunk, U, b, max(1, head.depths // own)) if own else 1
     target = (target_parameters(spec) + cfg.data.max_length * block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {

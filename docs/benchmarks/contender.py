@@ -13,6 +13,7 @@ from typing import Any
 
 LOGS = Path(__file__).resolve().parents[2] / ".bench"
 THREADS = os.cpu_count() or 1
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # what idle threads do: as OpenMP has it, unless a benchmark says otherwise
 
 
 class Contender:
@@ -20,7 +21,8 @@ class Contender:
     ready. Its other output goes to .bench/<name>.log. RuntimeError: it stopped."""
 
     def __init__(self, worker: Path, name: str, settings: dict[str, Any], env: dict[str, str]) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": str(THREADS), **env}
+        usual = {key: value for key, value in os.environ.items() if key not in WAITING}
+        env = {**usual, "OMP_NUM_THREADS": str(THREADS), **env}
         command = [sys.executable, str(worker), json.dumps({**settings, "name": name, "threads": THREADS})]
         LOGS.mkdir(exist_ok=True)
         self.name, self.log = name, LOGS / f"{name}.log"

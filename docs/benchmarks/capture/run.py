@@ -41,7 +41,7 @@ from train.config import load
 
 ANSWER = 75  # tokens
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-QUIET["OMP_WAIT_POLICY"] = "passive"  # as engines of ours have it
+QUIET["OMP_WAIT_POLICY"] = "passive"  # all of them: as our engines have it, and vLLM is no slower with
 NOTE = "its command asks a vLLM server whose connector copies on CUDA streams, which a CPU has not; see stock_tok_s"
 
 

@@ -1,6 +1,6 @@
 """Ours and each peer, one optimizer step at a time in turn, so that whatever else the machine does hits all alike.
 
-python run.py OUT_FOLDER [--rounds 5] [--rows 1x1024:3:8192,...] [--dtype auto]     (make bench)
+python run.py OUT_FOLDER [--rounds 5] [--rows 1x1024:3:8192,...] [--supervised 1,0.5] [--dtype auto]     (make bench)
 
 Each contender is a process of its own (worker.py) with its packages from .bench/<name>, beside this environment's torch and
 transformers. Rows too large for all at once are taken one contender after the other. Writes training_step.json and training_step.md.
@@ -179,14 +179,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--supervised", type=float, default=0.5, help="share of labels of the second half of the table; 1: no second half")
+    parser.add_argument("--supervised", default="1,0.5", help="shares of the tokens that have labels: each of the rows once for each")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     dtype = usual_dtype() if args.dtype == "auto" else args.dtype
     args.out.mkdir(parents=True, exist_ok=True)
     data, machine = states(), about(dtype)
     rows, peak = [], 0.0
-    for share, text in itertools.product(dict.fromkeys((1.0, args.supervised)), args.rows.split(",")):
+    for share, text in itertools.product(map(float, args.supervised.split(",")), args.rows.split(",")):
         peak = max(peak, peak_flops(getattr(torch, dtype)))  # again and again: something else may run
         rows.append(row(text, args.rounds, dtype, data, share))
     for one in rows:
