@@ -15,12 +15,14 @@ Shape suffixes: T tokens of a batch, S documents, L taps, D hidden.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,17 @@ def joined(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts)
     shape = (sum(map(len, parts)), *parts[0].shape[1:])
     return torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
+
+
+def on_one_core() -> None:
+    """Where a CPU trains: from now on torch's operations on the calling thread start no others. With a second team of OpenMP threads there
+    would be more of them than cores, and those of the training would no longer spin between its operations: on two cores a fifth of its
+    speed. (torch.set_num_threads is for all threads at once.)"""
+    if torch.cuda.is_available():
+        return
+    torch.get_num_threads()  # for the first time on a thread it also sets its number
+    with suppress(AttributeError):  # a torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 class Batches:
@@ -184,6 +197,7 @@ class Batches:
                     continue
 
         def produce() -> None:
+            on_one_core()
             try:
                 for i in range(first_step, last_step):
                     if not self._await(i, accum, stop):

@@ -277,3 +277,17 @@ def test_prefetch_reads_ahead_two_steps_and_its_thread_ends_with_the_consumer(st
     assert calls[-1] <= 3  # one taken, two queued, one in hand
     steps.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_on_a_cpu_the_reading_thread_starts_no_others_and_leaves_the_training_its_own(store, monkeypatch):
+    """More OpenMP threads than cores would keep those of the training from spinning, in which a fifth of its speed lies."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        source = batches(store)
+        monkeypatch.setattr(source, "step", lambda i, accum: found.append(torch.get_num_threads()) or [])
+        assert len(list(source.prefetch(0, 3, 1))) == 3
+        assert found == [1, 1, 1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -158,8 +158,8 @@ def memory(cfg: RunConfig, head: DraftHead, spec: TargetSpec, world: int) -> dic
     k = top_k(kept_for(head.needs_last, cfg.data.teacher))
     teacher = 8 * k if k else spec.hidden_size * (head.needs_last != "none") * b
     chunk = min(int(cfg.head.get("loss_chunk", T)), T)  # a head without chunks takes all positions at once
-    own = sum(p.dim() == 2 and len(p) == U for p in head.parameters())  # lm_heads and terms, each of its share of the depths
-    waiting = kept_depths(chunk, U, b, max(1, head.depths // own)) if own else 1
+    own = any(p.dim() == 2 and len(p) == U for p in head.parameters())  # an lm_head or term; with one for each depth none waits: less then
+    waiting = kept_depths(chunk, U, b, head.depths) if own else 1
     target = (target_parameters(spec) + cfg.data.max_length * block_activations(spec)) * ITEMSIZE[cfg.target.dtype]
     gathered_rows = U if U < V else 0  # the target's lm_head rows of a reduced vocabulary are a copy
     return {
