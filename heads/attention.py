@@ -197,9 +197,10 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kernel: Kernel, scale: float, rows: Rows, q: Tensor, k0: Tensor, v0: Tensor, *diagonals: Tensor) -> Tensor:  # type: ignore[override]
-        queries, (out, lse, kept) = split(q, k0), kernel.forward(q, k0, v0, rows, scale)
-        scores = [_diagonal_scores(queries, k, scale) for k in diagonals[::2]]
-        if scores:
+        (out, lse, kept), scores = kernel.forward(q, k0, v0, rows, scale), []
+        if diagonals:
+            queries = split(q, k0)
+            scores = [_diagonal_scores(queries, k, scale) for k in diagonals[::2]]
             merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
             out *= (lse - merged).exp_()[..., None]
             for s, v in zip(scores, diagonals[1::2], strict=True):

@@ -62,8 +62,8 @@ class Chunk:
         self._inputs = [here.new_empty(room, weight.shape[1]) for weight in weights]
         self._p_LU = here.new_empty(rows if with_teacher else 0, size, dtype=dtype)
         self._spare_LU = None if compiling() else [here.new_empty(self._step, size, dtype=dtype) for _ in range(3)]
-        self._here, self._totals = slice(0, 0), [torch.zeros_like(x) if need else None for x, need in zip(weights, needed, strict=True)]
-        self._begun = False
+        self._here, self._needed = slice(0, 0), needed
+        self._totals: Gradients = [None] * len(weights)
 
     def _spare(self, rows: int) -> Scratch:
         """A compiled pass has its own."""
@@ -118,30 +118,31 @@ class Chunk:
 
     def add_gradients(self, rows: Tensor, scale: Tensor, grads: Gradients) -> None:
         """After row_losses: those of its inputs into `grads` at `rows`, where there is one; scale: of its losses, one or [L, 1]."""
-        for weight, room, grad, total in zip(self._weights, self._inputs, grads, self._totals, strict=True):
+        for weight, room, grad, needed in zip(self._weights, self._inputs, grads, self._needed, strict=True):
             if grad is not None:
                 grad[rows] = (self._logits_LU[self._here] @ weight)[: len(rows)].mul_(scale.to(grad.dtype))
-            if total is not None:  # the inputs make the weight's gradient, with that of their logits
+            if needed:  # the inputs make the weight's gradient, with that of their logits
                 room[self._here][: len(rows)] *= scale.to(room.dtype)
 
     def _add_weight_gradients(self) -> None:
         """Of all rows since the last call."""
         used, self._here = slice(0, self._here.stop), slice(0, 0)
-        for i, (x_LD, total) in enumerate(zip(self._inputs, self._totals, strict=True)):
-            if total is None or not used.stop:
+        for i, (room, total) in enumerate(zip(self._inputs, self._totals, strict=True)):
+            if not (self._needed[i] and used.stop):
                 continue
-            dlogits_LU, x_LD = self._logits_LU[used], x_LD[used]
-            if not self._begun:
-                torch.mm(dlogits_LU.T, x_LD, out=total)
+            dlogits_LU, x_LD = self._logits_LU[used], room[used]
+            if total is None:
+                self._totals[i] = dlogits_LU.T @ x_LD
             elif wide(total).dtype == x_LD.dtype:
                 total.addmm_(dlogits_LU.T, x_LD)
             else:
                 self._totals[i] = wide(total).add_(dlogits_LU.T @ x_LD)
-        self._begun = self._begun or bool(used.stop)
 
     def weight_gradients(self) -> Gradients:
+        """Where wanted; zeros where there was no row."""
         self._add_weight_gradients()
-        return self._totals
+        found = zip(self._weights, self._totals, self._needed, strict=True)
+        return [torch.zeros_like(weight) if needed and total is None else total for weight, total, needed in found]
 
     def _parts(self, rows: int) -> Iterator[slice]:
         return (slice(i, min(i + self._step, rows)) for i in range(0, rows, self._step))

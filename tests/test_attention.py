@@ -211,7 +211,7 @@ def test_rows_are_as_many_as_products_like_where_their_documents_have_them(monke
     monkeypatch.setattr("heads.kernels.MULTIPLE", 1)
     alone.need(torch.tensor(asked, dtype=torch.long))
     count = len(alone.needed.index_R)
-    assert len(rows.index_R) == min(-(-count // 8) * 8, sum(map(int, there)))
+    assert len(rows.index_R) == min(-(-count // 8) * 8, sum(there))
     assert set(alone.needed.index_R.tolist()) <= set(rows.index_R.tolist())
     assert [span[0] for span in rows.spans] == [span[0] for span in alone.needed.spans]
     kept_T = torch.rand(78, generator=torch.Generator().manual_seed(1)) < 0.4
